@@ -1,0 +1,35 @@
+bin := .venv/bin
+sources := disagg_router connectors policies examples tests .ci
+
+.PHONY: help setup demo test lint format clean
+
+help:
+	@echo "make setup    .venv with everything pinned, and the tiny model in ./model"
+	@echo "make demo     1 prefill + 1 decode + the router on this machine's CPU, two requests, a comparison"
+	@echo "make test     lint, then all tests, those on real engines included"
+	@echo "make lint     ruff, mypy, pyright"
+	@echo "make format   let ruff rewrite the sources"
+	@echo "make clean    remove what the other targets made"
+
+setup:
+	@.ci/setup
+
+demo: setup
+	@$(bin)/python examples/local-cpu/demo.py
+
+test: lint
+	@$(bin)/pytest
+
+lint: setup
+	$(bin)/ruff check $(sources)
+	$(bin)/ruff format --check $(sources)
+	$(bin)/mypy
+	$(bin)/pyright --pythonpath $(bin)/python
+
+format: setup
+	$(bin)/ruff check --fix $(sources)
+	$(bin)/ruff format $(sources)
+
+clean:
+	rm -rf .venv model .state build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find disagg_router connectors policies examples tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +

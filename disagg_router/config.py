@@ -1,0 +1,341 @@
+"""YAML -> typed settings. One file shape for serve, controller, proxy and check-config.
+
+Every mistake is a ConfigError of one sentence with the key's path in it; an unknown key names the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Annotated, Any, Literal, Self, get_args
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from disagg_router.errors import ConfigError
+from disagg_router.model import InstanceId, InstanceSpec, Role, Slo
+
+ArgValue = str | int | float | bool | list[str | int | float] | dict[str, Any] | None
+
+
+def _http_url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
+        raise ValueError(f"{value!r} must look like http://HOST:PORT")
+    return value.rstrip("/")
+
+
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Strict):
+    """What is served. `path` is a folder or a hub name and goes to the engine as it is; only a router in front of
+    servers that somebody else runs can do without it."""
+
+    path: str | None = None
+    served_name: str
+    revision: str | None = None
+
+
+class EngineConfig(_Strict):
+    """How every instance is started; a pool's own args and env are laid over these."""
+
+    device: Literal["cpu", "cuda"] = "cuda"
+    python: str | None = None  # None: the running interpreter
+    cpus: Literal["auto"] | tuple[NonNegativeInt, ...] | None = "auto"
+    args: dict[str, ArgValue] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+    start_limit_s: PositiveFloat = 1800
+    stop_grace_s: PositiveFloat = 5
+
+
+class ConnectorConfig(_Strict):
+    name: str = "nixl"
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    lease_s: PositiveFloat = 30
+
+
+class PoolConfig(_Strict):
+    instances: PositiveInt
+    gpus: NonNegativeInt = 0
+    args: dict[str, ArgValue] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+    labels: dict[str, str] = Field(default_factory=dict)
+
+
+class PolicyConfig(BaseModel):
+    """`name` picks the policy; every other key is that policy's own and is checked by it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = "threshold"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self.model_extra or {}
+
+
+class AdmissionConfig(_Strict):
+    queue: PositiveInt = 1024  # requests that may wait for their first byte at once; one more is 429 queue_full
+    max_wait_s: PositiveFloat = 30
+
+
+class SloConfig(_Strict):
+    ttft_ms: PositiveFloat = 2000
+    tpot_ms: PositiveFloat = 100
+    max_gap_ms: PositiveFloat = 500
+
+    def to_slo(self) -> Slo:
+        return Slo(self.ttft_ms / 1000, self.tpot_ms / 1000, self.max_gap_ms / 1000)
+
+
+class HealthConfig(_Strict):
+    interval_s: PositiveFloat = 1.0
+    timeout_s: PositiveFloat = 2.0
+    pair_retest_s: PositiveFloat = 10.0  # a failed self-test is tried again after this long, doubling up to 10 times
+    pair_test_limit_s: PositiveFloat = 90.0  # the first pull after a restart has been seen to take 53 s
+
+
+class RouterConfig(_Strict):
+    workers: Literal[1] = 1
+    policy: PolicyConfig = PolicyConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    slo: SloConfig = SloConfig()
+    health: HealthConfig = HealthConfig()
+    stream_resume: bool = True
+    allow_path_override: bool = False
+    admin_token: str | None = None
+
+
+class LimitsConfig(_Strict):
+    body_mb: PositiveFloat = 64
+    connect_s: PositiveFloat = 5
+    first_byte_s: PositiveFloat = 120
+    idle_s: PositiveFloat = 60
+    prefill_s: PositiveFloat = 120
+    unary_s: PositiveFloat = 3600  # an unstreamed answer shows nothing before it is whole
+    drain_s: PositiveFloat = 20
+
+
+class StaticInstance(_Strict):
+    """A vLLM server somebody else runs. `args`: the arguments it was started with, as far as they differ from
+    engine.args; with neither given the router cannot know that two engines fit, and serves local only."""
+
+    url: HttpUrl
+    role: Role
+    id: str | None = None
+    args: dict[str, ArgValue] | None = None
+
+
+class FleetConfig(_Strict):
+    """Where a router finds its engines: exactly one of these."""
+
+    controller: HttpUrl | None = None
+    static: Annotated[list[StaticInstance], Field(min_length=1)] | None = None
+    file: str | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if len(self.model_fields_set) != 1:
+            raise ValueError(f"must hold exactly one of {', '.join(type(self).model_fields)}")
+        return self
+
+
+class ClusterConfig(_Strict):
+    """The whole file."""
+
+    model: ModelConfig
+    engine: EngineConfig = EngineConfig()
+    connector: ConnectorConfig = ConnectorConfig()
+    pools: dict[Role, PoolConfig] = Field(default_factory=dict)
+    fleet: FleetConfig | None = None
+    router: RouterConfig = RouterConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    def slo(self) -> Slo:
+        return self.router.slo.to_slo()
+
+
+def load_config(path: str | os.PathLike[str]) -> ClusterConfig:
+    """Read and check a cluster file. Relative paths in it start at the file's folder.
+
+    Raises ConfigError.
+    """
+    file = FilePath(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"cannot read {file}: {exc.strerror or exc}; give the path of a cluster file") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{file} is not UTF-8 text; give the path of a cluster file") from exc
+    try:
+        data = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(exc).split())}") from exc
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} must be a mapping with the keys {', '.join(ClusterConfig.model_fields)}")
+    try:
+        config = ClusterConfig.model_validate(data)
+    except ValidationError as exc:
+        raise ConfigError(f"{file}: {_one_sentence(exc)}") from exc
+    return _resolve_paths(config, file.resolve().parent)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader takes the last of two equal keys silently; a cluster file with two `pools:` is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, (str, int)) and key in seen:
+                raise yaml.YAMLError(f"the key {key!r} stands twice (line {key_node.start_mark.line + 1})")
+            if isinstance(key, (str, int)):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _one_sentence(exc: ValidationError) -> str:
+    # A misspelt key also leaves the right one missing: the misspelling is the mistake to name.
+    first = min(exc.errors(), key=lambda error: error["type"] != "extra_forbidden")
+    where = ".".join(str(part) for part in first["loc"]) or "the file"
+    if first["type"] == "extra_forbidden":
+        return _unknown_key(first["loc"])
+    if first["type"] == "missing":
+        return f"{where} is missing: add it"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {message[0].lower()}{message[1:]} (got {_short(first.get('input'))})"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _unknown_key(loc: tuple[int | str, ...]) -> str:
+    *parents, key = (str(part) for part in loc)
+    valid = _valid_keys(parents)
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}"
+    return f"unknown key {'.'.join([*parents, key])!r}: {hint}"
+
+
+def _valid_keys(parents: list[str]) -> list[str]:
+    """The field names of the model that `parents` leads to; found by walking the annotations."""
+    models: list[type[BaseModel]] = [ClusterConfig]
+    for part in parents:
+        found: list[type[BaseModel]] = []
+        for model in models:
+            field = model.model_fields.get(part)
+            found += _models_in(field.annotation) if field else [model] * part.isdigit()
+        models = found or models
+    return sorted({name for model in models for name in model.model_fields})
+
+
+def _models_in(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for arg in get_args(annotation) for model in _models_in(arg)]
+
+
+def _resolve_paths(config: ClusterConfig, folder: FilePath) -> ClusterConfig:
+    model = config.model
+    if model.path and _is_local(model.path):
+        model = model.model_copy(update={"path": _absolute(folder, model.path)})
+    engine = config.engine
+    if engine.python and os.sep in engine.python:
+        engine = engine.model_copy(update={"python": _absolute(folder, engine.python)})
+    fleet = config.fleet
+    if fleet is not None and fleet.file is not None:
+        fleet = fleet.model_copy(update={"file": _absolute(folder, fleet.file)})
+    return config.model_copy(update={"model": model, "engine": engine, "fleet": fleet})
+
+
+def _is_local(path: str) -> bool:
+    return path.startswith((".", "/", "~"))
+
+
+def _absolute(folder: FilePath, path: str) -> str:
+    # normpath, not resolve(): a venv's python is a symlink that must not be followed.
+    return os.path.normpath(folder / FilePath(path).expanduser())
+
+
+# --- what a command needs beyond a well-formed file ---------------------------------------------------------
+
+
+def check_launchable(config: ClusterConfig) -> None:
+    """Everything that can be known to be wrong before anything is started. Raises ConfigError."""
+    if not config.pools:
+        raise ConfigError("pools is empty: name at least one of prefill, decode, unified with its number of instances")
+    roles = set(config.pools)
+    if Role.PREFILL in roles and not roles & {Role.DECODE, Role.UNIFIED}:
+        raise ConfigError("pools has prefill but nothing that decodes: add a decode or unified pool")
+    path = config.model.path
+    if path is None:
+        raise ConfigError("model.path is missing: name the model folder or hub id that the engines load")
+    if _is_local(path) and not (FilePath(path) / "config.json").is_file():
+        raise ConfigError(f"model.path {path} is not a model folder (no config.json in it): correct model.path")
+    python = engine_python(config)
+    if not shutil.which(python):
+        raise ConfigError(f"engine.python {python} is not an executable: correct engine.python or leave it out")
+    for role, pool in config.pools.items():
+        if config.engine.device == "cuda" and pool.gpus == 0:
+            raise ConfigError(f"pools.{role}.gpus is 0 but engine.device is cuda: give each instance at least one GPU")
+        if config.engine.device == "cpu" and pool.gpus:
+            raise ConfigError(f"pools.{role}.gpus is {pool.gpus} but engine.device is cpu: set gpus to 0")
+
+
+def engine_python(config: ClusterConfig) -> str:
+    return config.engine.python or sys.executable
+
+
+def cluster_id(path: str | os.PathLike[str]) -> str:
+    """Names a cluster by its file, so that `down FILE` can prove which processes are its own."""
+    resolved = str(FilePath(path).resolve())
+    return f"{FilePath(resolved).parent.name}-{hashlib.sha256(resolved.encode()).hexdigest()[:10]}"
+
+
+def instance_specs(config: ClusterConfig, cluster: str) -> tuple[InstanceSpec, ...]:
+    """Every instance the file asks for, in a stable order; `check_launchable` has passed."""
+    order = [role for role in (Role.DECODE, Role.PREFILL, Role.UNIFIED) if role in config.pools]
+    members = [(role, i) for role in order for i in range(config.pools[role].instances)]
+    return tuple(_spec(config, cluster, role, i, index) for index, (role, i) in enumerate(members))
+
+
+def _spec(config: ClusterConfig, cluster: str, role: Role, i: int, index: int) -> InstanceSpec:
+    pool, engine = config.pools[role], config.engine
+    return InstanceSpec(
+        id=InstanceId(f"{role}-{i}"),
+        cluster=cluster,
+        role=role,
+        index=index,
+        model=config.model.path or "",
+        served_name=config.model.served_name,
+        revision=config.model.revision,
+        device=engine.device,
+        python=engine_python(config),
+        args={**engine.args, **pool.args},
+        env={**engine.env, **pool.env},
+        gpus=pool.gpus,
+        cpus=engine.cpus if engine.device == "cpu" else None,
+        labels=pool.labels,
+    )

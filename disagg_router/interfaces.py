@@ -1,0 +1,225 @@
+"""The seams. Everything that meets another room of the project does so through one of these."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from disagg_router.errors import RequestError
+from disagg_router.model import (
+    Body,
+    ClusterView,
+    Decision,
+    EngineAddress,
+    EngineCommand,
+    Fingerprint,
+    FleetSnapshot,
+    Handoff,
+    HandoffResult,
+    InferenceRequest,
+    Instance,
+    InstanceId,
+    InstanceSpec,
+    Launch,
+    Target,
+)
+
+JsonObject = dict[str, Any]
+
+
+class Clock(Protocol):
+    """Time is injected everywhere. Monotonic seconds."""
+
+    def now_s(self) -> float: ...
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class PathPolicy(Protocol):
+    """Sync and pure: same inputs, same Decision."""
+
+    @property
+    def needs_token_count(self) -> bool:
+        """False spares the request a trip to the tokenizer."""
+        ...
+
+    def decide(self, request: InferenceRequest, view: ClusterView) -> Decision:
+        """Choose a path and its targets.
+
+        Raises NoDecodeInstance when no target may decode, NoPrefillInstance when a forced path has no pair.
+        """
+        ...
+
+
+class KVConnector(Protocol):
+    """How KV moves. Returns new bodies, never edits in place."""
+
+    name: ClassVar[str]
+    direction: ClassVar[str]  # "pull" | "push"; part of the fingerprint
+    concurrent_legs: ClassVar[bool]  # the decode leg is sent before the prefill has answered
+    soft_roles: ClassVar[bool]  # any engine may prefill for any other
+    can_skip_load: ClassVar[bool]
+    lease_s: float  # how long the prefill engine keeps a handoff's blocks
+
+    def launch(self, spec: InstanceSpec, address: EngineAddress) -> Launch: ...
+
+    def begin(self, request_id: str, prefill: Instance, decode: Instance) -> Handoff: ...
+
+    def prefill_body(self, body: Body, handoff: Handoff) -> Body: ...
+
+    def complete(self, handoff: Handoff, answer: Body, now_s: float) -> Handoff:
+        """The handoff with the prefill answer's parameters in it.
+
+        Raises UpstreamError when the answer cannot be the one that was asked for: no blocks, a wrong block count,
+        another engine's id.
+        """
+        ...
+
+    def decode_body(self, body: Body, handoff: Handoff) -> Body: ...
+
+    def local_body(self, body: Body, *, load_external: bool) -> Body: ...
+
+    def release_body(self, body: Body, handoff: Handoff) -> Body | None:
+        """A request that makes the prefill engine free the blocks at once; None where only the lease frees them."""
+        ...
+
+
+class FleetSource(Protocol):
+    """Where the router's fleet comes from. Yields whole snapshots, at once and then on every change."""
+
+    def watch(self) -> AsyncIterator[FleetSnapshot]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """One HTTP POST to an engine. Header names are lower case.
+
+    `once`: it carries a handoff, so it is never sent a second time, not even when a reused connection turns out
+    to be dead. `head_limit_s` bounds the wait for the answer's head; None takes the client's first-byte limit.
+    `on_sent` is called just before the first byte is written: until then the engine knows nothing.
+    """
+
+    path: str
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    once: bool = False
+    head_limit_s: float | None = None
+    on_sent: Callable[[], None] = lambda: None
+
+
+class EngineResponse(Protocol):
+    """An engine's answer whose status is known and whose body is still coming."""
+
+    status: int
+    headers: Mapping[str, str]  # lower-case names
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """Body bytes as they arrive, transfer coding removed.
+
+        Raises UpstreamTimeout when a gap exceeds the idle limit and UpstreamError when the engine goes away
+        before the end.
+        """
+        ...
+
+    async def read(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine says of itself. `model_cards` are the entries of its /v1/models, as they are."""
+
+    fingerprint: Fingerprint
+    served_models: tuple[str, ...]
+    max_model_len_tokens: int | None
+    model_cards: tuple[JsonObject, ...]
+    incarnation: str | None  # changes when the process is another one; None where it cannot be told
+
+
+class EngineClient(Protocol):
+    """The only way to a vLLM server. Raises UpstreamError and its kinds, never anything of its HTTP library."""
+
+    def open(self, url: str, call: EngineCall) -> AbstractAsyncContextManager[EngineResponse]:
+        """Send a request; entered once the answer's status is known. Leaving the context early aborts the request.
+
+        For an event stream entered once its first event is there, since vLLM sends 200 before it has computed
+        anything: an error event in that place is raised as UpstreamError. 5xx is UpstreamError too, 4xx is
+        UpstreamRefused, no connection is UpstreamUnreachable.
+        """
+        ...
+
+    async def tokenize(self, url: str, body: Body) -> int:
+        """How many tokens the engine makes of this completion or chat body."""
+        ...
+
+    async def healthy(self, url: str) -> bool:
+        """GET /health is 200. False when the engine refuses or is gone; raises UpstreamTimeout when it is silent."""
+        ...
+
+    async def report(self, url: str) -> EngineReport: ...
+
+    async def counters(self, url: str) -> Mapping[str, float]:
+        """The engine's metrics, `name` or `name{label="value"}` -> value, summed over its engines."""
+        ...
+
+
+class PairTest(Protocol):
+    """Moves a prompt's KV from one instance to the other and checks the answer.
+
+    Raises DisaggError with the reason when the pair must not carry traffic.
+    """
+
+    async def __call__(self, prefill: Instance, decode: Instance) -> None: ...
+
+
+class RouteObserver(Protocol):
+    """Told what happens to requests; counts and logs. Must be cheap and must not raise."""
+
+    def decided(self, request: InferenceRequest, decision: Decision) -> None: ...
+
+    def leg_failed(self, target: Target, error: RequestError) -> None: ...
+
+    def handoff(self, result: HandoffResult) -> None: ...
+
+
+# --- the controller's seams ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the launcher sees of one incarnation. `exit_note` says why it ended, in one line."""
+
+    id: InstanceId
+    incarnation: str
+    running: bool
+    address: EngineAddress | None
+    exit_note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    spec: InstanceSpec
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    id: InstanceId
+    incarnation: str
+
+
+Action = Start | Stop
+
+
+class Launcher(Protocol):
+    """Puts instances on nodes. Knows nothing of what they serve."""
+
+    async def observe(self) -> Iterable[Observed]: ...
+
+    async def apply(self, action: Action) -> None: ...
+
+
+class CommandBuilder(Protocol):
+    """Pure: the command line of one incarnation."""
+
+    def __call__(self, spec: InstanceSpec, address: EngineAddress, incarnation: str) -> EngineCommand: ...
