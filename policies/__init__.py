@@ -1,0 +1,1 @@
+"""Who serves a request, and by which path: one file per policy."""

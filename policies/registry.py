@@ -1,0 +1,42 @@
+"""Policy names -> policies. A third party adds one by the entry-point group `disagg_router.policies`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from disagg_router.errors import ConfigError
+from disagg_router.interfaces import PathPolicy
+from disagg_router.policies.always_local import AlwaysLocal
+from disagg_router.policies.always_remote import AlwaysRemote
+from disagg_router.policies.threshold import Threshold
+
+ENTRY_POINTS = "disagg_router.policies"
+BUILT_IN: Mapping[str, Callable[..., PathPolicy]] = MappingProxyType(
+    {"always_local": AlwaysLocal, "always_remote": AlwaysRemote, "threshold": Threshold}
+)
+
+
+def build_policy(name: str, options: Mapping[str, Any]) -> PathPolicy:
+    """The policy's own parameters are the valid options, their annotations the valid types. Raises ConfigError."""
+    known = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    maker = BUILT_IN.get(name) or (known[name].load() if name in known else None)
+    if maker is None:
+        raise ConfigError(
+            f"router.policy.name {name!r} is not known: use one of {', '.join(sorted({*BUILT_IN, *known}))}"
+        )
+    valid = list(inspect.signature(maker).parameters)
+    for key in options:
+        if key not in valid:
+            raise ConfigError(f"router.policy.{key} is not an option of {name}: it has {', '.join(valid) or 'none'}")
+    try:
+        policy: PathPolicy = maker(**options)
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        raise ConfigError(f"router.policy.{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from exc
+    return policy
