@@ -1,0 +1,78 @@
+"""A generation request's body -> what the engine's /tokenize must be asked to count the same prompt."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import msgspec
+
+from disagg_router.errors import BadRequest
+from disagg_router.model import Body
+
+_COMPLETION_FIELDS = ("model", "add_special_tokens")
+_CHAT_FIELDS = (
+    "model",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+)
+
+
+def tokenize_bodies(body: Body) -> tuple[int, list[dict[str, Any]]]:
+    """(tokens that can be counted here, one /tokenize body for each text that cannot).
+
+    Raises BadRequest for a body without a prompt, or with one that is no text and no list of token ids.
+    """
+    if "messages" in body:
+        return 0, [_chat(body)]
+    if "prompt" not in body:
+        raise BadRequest("prompt or messages is missing", param="prompt")
+    counted, texts = _split_prompt(_decode(body["prompt"]))
+    given = {name: body[name] for name in _COMPLETION_FIELDS if name in body}
+    return counted, [{**given, "prompt": text} for text in texts]
+
+
+def truncated(body: Body, tokens: int) -> int:
+    """/tokenize knows nothing of `truncate_prompt_tokens`; a negative value means the context, which is no cut here."""
+    keep = _decode(body.get("truncate_prompt_tokens"))
+    return min(tokens, keep) if isinstance(keep, int) and keep > 0 else tokens
+
+
+def _chat(body: Body) -> dict[str, Any]:
+    asked = {name: body[name] for name in _CHAT_FIELDS if name in body}
+    # The chat endpoint hands these to the template as variables; /tokenize has no such fields, its kwargs reach the
+    # template the same way.
+    variables = {name: value for name in ("documents", "reasoning_effort") if (value := _decode(body.get(name)))}
+    kwargs = _decode(body.get("chat_template_kwargs")) or {}
+    if variables and isinstance(kwargs, dict):
+        if "reasoning_effort" in variables and "enable_thinking" not in kwargs:
+            variables["enable_thinking"] = variables["reasoning_effort"] != "none"
+        asked["chat_template_kwargs"] = {**kwargs, **variables}
+    return asked
+
+
+def _split_prompt(prompt: object) -> tuple[int, list[str]]:
+    if isinstance(prompt, str):
+        return 0, [prompt]
+    if _is_ids(prompt):
+        return len(prompt), []
+    items = prompt if isinstance(prompt, list) else []
+    texts = [item for item in items if isinstance(item, str)]
+    id_lists = [item for item in items if _is_ids(item)]
+    if not items or len(texts) + len(id_lists) < len(items):
+        raise BadRequest("prompt must be a text, a list of token ids, or a list of those", param="prompt")
+    return sum(map(len, id_lists)), texts
+
+
+def _is_ids(prompt: object) -> TypeGuard[list[int]]:
+    return isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
+
+
+def _decode(value: object) -> Any:  # noqa: ANN401 - JSON
+    return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
