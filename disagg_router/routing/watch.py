@@ -1,0 +1,131 @@
+"""One instance under observation: is it up, which incarnation is it, what is it made of."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+
+from disagg_router.connectors.compatibility import merge
+from disagg_router.errors import UpstreamError, UpstreamTimeout
+from disagg_router.interfaces import Clock, EngineClient, EngineReport, JsonObject
+from disagg_router.model import Instance, InstanceState
+
+log = logging.getLogger(__name__)
+
+SILENT_PROBES = 3  # a busy engine may miss a probe; a refused connection counts at once
+
+
+class InstanceWatch:
+    """Probes one instance and keeps `seen`: the declared instance with what was found out laid over it.
+
+    A fleet source that starts engines itself names their incarnation; for the others a new start shows as another
+    `report.incarnation`, or, where the engine tells none, as having been away.
+    """
+
+    def __init__(
+        self,
+        declared: Instance,
+        *,
+        client: EngineClient,
+        served_name: str,
+        interval_s: float,
+        clock: Clock,
+        changed: Callable[[], None],
+    ) -> None:
+        self._declared = declared
+        self._client, self._served_name = client, served_name
+        self._interval_s, self._clock, self._changed = interval_s, clock, changed
+        self._report: EngineReport | None = None  # set while the instance is up
+        self._was_up = False
+        self._arrivals = 0
+        self._silent = 0
+        self._poke = asyncio.Event()
+        self.seen = self._describe()
+
+    @property
+    def model_cards(self) -> tuple[JsonObject, ...]:
+        return self._report.model_cards if self._report else ()
+
+    def declare(self, declared: Instance) -> None:
+        """Take over what the fleet source now says. Another incarnation has to prove itself again."""
+        if declared == self._declared:
+            return
+        if (declared.incarnation, declared.url) != (self._declared.incarnation, self._declared.url):
+            self._report = None
+        self._declared = declared
+        self._publish()
+        self.poke()
+
+    def poke(self) -> None:
+        """Probe now: a request has just failed there."""
+        self._poke.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._probe()
+            self._publish()
+            self._poke.clear()
+            pause = asyncio.ensure_future(self._clock.sleep(self._interval_s))
+            poked = asyncio.ensure_future(self._poke.wait())
+            try:
+                await asyncio.wait({pause, poked}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                pause.cancel()
+                poked.cancel()
+
+    async def _probe(self) -> None:
+        declared = self._declared
+        try:
+            up = await self._client.healthy(declared.url)
+            self._silent = 0
+        except UpstreamTimeout:
+            self._silent += 1
+            up = self._report is not None and self._silent < SILENT_PROBES
+        report = self._report
+        if up and report is None:
+            report = await self._arrived(declared)
+        if self._declared is declared:  # else the source has replaced it while we asked
+            self._report = report if up else None
+
+    async def _arrived(self, declared: Instance) -> EngineReport | None:
+        try:
+            report = await self._client.report(declared.url)
+        except UpstreamError as exc:
+            log.warning("%s is healthy but does not describe itself: %s", declared.id, exc)
+            return None
+        if self._served_name not in report.served_models:
+            log.warning("%s does not serve %s: it is left out", declared.id, self._served_name)
+            return None
+        self._arrivals += 1
+        self._was_up = True
+        return report
+
+    def _publish(self) -> None:
+        now = self._describe()
+        if now == self.seen:
+            return
+        if now.state is not self.seen.state:
+            log.info("%s is %s", now.id, now.state)
+        self.seen = now
+        self._changed()
+
+    def _describe(self) -> Instance:
+        declared, report = self._declared, self._report
+        if declared.state in (InstanceState.FAILED, InstanceState.DRAINING):
+            return declared
+        if report is None:
+            absent = InstanceState.UNREACHABLE if self._was_up else InstanceState.STARTING
+            return dataclasses.replace(declared, state=absent)
+        fingerprint, conflict = merge(declared.fingerprint, report.fingerprint)
+        if conflict is not None:
+            # Nobody knows which of the two is true, so the field counts as unknown and the pair is refused by it.
+            log.warning("%s: %s; it serves local only", declared.id, conflict)
+            fingerprint = dataclasses.replace(fingerprint, **{conflict.split()[0]: None})
+        return dataclasses.replace(
+            declared,
+            state=InstanceState.READY,
+            fingerprint=fingerprint,
+            incarnation=declared.incarnation or report.incarnation or f"arrival-{self._arrivals}",
+        )
