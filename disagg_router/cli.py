@@ -1,0 +1,229 @@
+"""The `disagg-router` command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Annotated, Any
+
+import typer
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from disagg_router import __version__
+from disagg_router.config import (
+    ClusterConfig,
+    check_launchable,
+    cluster_id,
+    instance_specs,
+    load_config,
+)
+from disagg_router.controller.processes import die_with_parent
+from disagg_router.controller.state import down as stop
+from disagg_router.controller.state import state_folder
+from disagg_router.errors import ConfigError, DisaggError, LaunchError
+from disagg_router.interfaces import JsonObject
+from disagg_router.proxy.admin_client import ADMIN_URL, fetch_status
+from disagg_router.serve import OWNER_VARIABLE, ChildEnded, ServePlan, free_port
+from disagg_router.serve import serve as run_serve
+from disagg_router.wiring import (
+    Addresses,
+    bind,
+    check_command,
+    connector_of,
+    policy_of,
+    run_controller_process,
+    run_proxy,
+)
+
+# typer carries its own copy of click and exports only this leaf of click's tree of usage errors.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+ClusterFile = Annotated[str, typer.Argument(metavar="CLUSTER.yaml", help="The cluster file.")]
+Host = Annotated[str, typer.Option(help="Public listener.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Public listener.")]
+AdminHost = Annotated[str, typer.Option(help="Admin listener; off loopback only with router.admin_token.")]
+AdminPort = Annotated[int, typer.Option(min=1, max=65535, help="Admin listener.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+@app.command()
+def serve(
+    cluster: ClusterFile,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    admin_host: AdminHost = "127.0.0.1",
+    admin_port: AdminPort = 8001,
+) -> None:
+    """Launch the engines and the router on this host; Ctrl-C stops all of it."""
+    config = _checked(cluster)
+    plan = ServePlan(
+        cluster_file=cluster,
+        controller_port=free_port(),
+        public_url=f"http://{host}:{port}",
+        admin_url=f"http://{'127.0.0.1' if admin_host == '0.0.0.0' else admin_host}:{admin_port}",
+        admin_token=config.router.admin_token,
+        proxy_options=(
+            *("--host", host, "--port", str(port), "--admin-host", admin_host, "--admin-port", str(admin_port)),
+        ),
+        instances=sum(pool.instances for pool in config.pools.values()),
+        drain_s=config.limits.drain_s,
+    )
+    _run(run_serve(plan))
+
+
+@app.command()
+def controller(
+    cluster: ClusterFile,
+    host: Annotated[str, typer.Option(help="Where /fleet is served.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Where /fleet is served.")] = 8100,
+) -> None:
+    """Launch the engines on Ray and keep them running; serve GET /fleet to routers."""
+    config = _checked(cluster)
+    run_controller_process(config, cluster_id(cluster), host, port)
+
+
+@app.command()
+def proxy(
+    config_file: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="A cluster file with `fleet`.")],
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    admin_host: AdminHost = "127.0.0.1",
+    admin_port: AdminPort = 8001,
+    controller_url: Annotated[
+        str | None, typer.Option("--controller", metavar="URL", help="Instead of the file's `fleet`.")
+    ] = None,
+) -> None:
+    """The router alone, in front of a controller's engines or of vLLM servers that run already."""
+    config = load_config(config_file)
+    if controller_url is None and config.fleet is None:
+        raise ConfigError(f"{config_file}: fleet is missing: name a controller, a static list or a file")
+    sockets = bind(config, Addresses(host, port, admin_host, admin_port))
+    _run(run_proxy(config, controller_url, sockets))
+
+
+@app.command()
+def status(
+    admin: Annotated[str, typer.Option(metavar="URL", help="The router's admin listener.")] = ADMIN_URL,
+    as_json: AsJson = False,
+) -> None:
+    """What a running router sees: instances, pairs, leases."""
+    found = asyncio.run(fetch_status(admin))
+    if as_json:
+        _print_json(found)
+    else:
+        _print_status(found)
+
+
+@app.command()
+def down(cluster: ClusterFile, as_json: AsJson = False) -> None:
+    """Stop this host's controller of the cluster file and everything of its that is left."""
+    load_config(cluster)
+    name = cluster_id(cluster)
+    report = stop(name, state_folder(name))
+    if as_json:
+        _print_json({"controller_pid": report.controller_pid, "killed": report.killed, "left": report.left})
+    else:
+        Console().print(report.sentence(), highlight=False)
+    if report.left:
+        raise LaunchError(f"processes {list(report.left)} could not be killed: see who owns them")
+
+
+@app.command("check-config")
+def check_config(cluster: ClusterFile, as_json: AsJson = False) -> None:
+    """Read a cluster file and say whether it could be started."""
+    config = load_config(cluster)
+    pools = {role.value: pool.instances for role, pool in config.pools.items()}
+    if config.pools or config.fleet is None:
+        _checked(cluster)
+    _check_parts(config, cluster)
+    if as_json:
+        _print_json({"ok": True, "pools": pools, "policy": config.router.policy.name})
+    else:
+        shown = ", ".join(f"{count} {role}" for role, count in pools.items()) or "a fleet that runs already"
+        Console().print(f"{cluster} is good: {shown}, policy {config.router.policy.name}", highlight=False)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    Console().print(__version__, highlight=False)
+
+
+def main() -> None:
+    """Exit codes: 0 good, 1 failed, 2 wrong use. Errors are one line on stderr that says what to do."""
+    _die_with_owner()
+    _log_to_stderr()
+    try:
+        app(standalone_mode=False)
+    except _UsageError as exc:
+        _fail(getattr(exc, "format_message", exc.__str__)(), 2)
+    except ConfigError as exc:
+        _fail(str(exc), 2)
+    except ChildEnded as exc:
+        sys.exit(exc.status if exc.status in (1, 2) else 1)  # the child has said why
+    except DisaggError as exc:
+        _fail(str(exc), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(128 + signal.SIGINT)
+
+
+def _fail(message: str, status: int) -> None:
+    sys.stderr.write(f"error: {message}\n")
+    sys.exit(status)
+
+
+def _checked(cluster: str) -> ClusterConfig:
+    config = load_config(cluster)
+    check_launchable(config)
+    _check_parts(config, cluster)
+    return config
+
+
+def _check_parts(config: ClusterConfig, cluster: str) -> None:
+    """What only the parts themselves know to be wrong. Raises ConfigError."""
+    policy_of(config)
+    connector = connector_of(config)
+    for spec in instance_specs(config, cluster_id(cluster)):
+        check_command(spec, connector)
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work)
+
+
+def _die_with_owner() -> None:
+    owner = os.environ.pop(OWNER_VARIABLE, "")
+    if owner.isdigit():
+        die_with_parent(int(owner))
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per health probe
+
+
+def _print_json(data: JsonObject) -> None:
+    sys.stdout.write(json.dumps(data) + "\n")
+
+
+def _print_status(found: JsonObject) -> None:
+    console = Console()
+    console.print("ready" if found["ready"] else "not ready", style="bold", highlight=False)
+    columns = {"instances": ("id", "role", "state", "url"), "pairs": ("prefill", "decode", "state", "reason")}
+    for title, names in columns.items():
+        table = Table(*names, title=title, title_justify="left")
+        for row in found[title]:
+            table.add_row(*(str(row[name] or "") for name in names))
+        console.print(table)
