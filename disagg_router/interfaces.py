@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -88,7 +88,7 @@ class KVConnector(Protocol):
 class FleetSource(Protocol):
     """Where the router's fleet comes from. Yields whole snapshots, at once and then on every change."""
 
-    def watch(self) -> AsyncIterator[FleetSnapshot]: ...
+    def watch(self) -> AsyncGenerator[FleetSnapshot, None]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from disagg_router.model import ClusterView, Decision, InferenceRequest, Reason
 from disagg_router.policies.candidates import local
 
 
 class AlwaysLocal:
-    needs_token_count: ClassVar[bool] = False
+    needs_token_count = False
 
     def decide(self, request: InferenceRequest, view: ClusterView) -> Decision:
         return local(request, view, Reason.POLICY)

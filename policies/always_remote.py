@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from disagg_router.model import ClusterView, Decision, InferenceRequest, Reason
 from disagg_router.policies.candidates import remote
 
@@ -11,7 +9,7 @@ from disagg_router.policies.candidates import remote
 class AlwaysRemote:
     """Falls back to local, and says so, when no tested pair can serve the request."""
 
-    needs_token_count: ClassVar[bool] = False
+    needs_token_count = False
 
     def decide(self, request: InferenceRequest, view: ClusterView) -> Decision:
         return remote(request, view, Reason.POLICY)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import ConfigDict, NonNegativeInt, validate_call
 
 from disagg_router.model import ClusterView, Decision, InferenceRequest, Reason
@@ -16,7 +14,7 @@ class Threshold:
     Counted in tokens, never rounded to blocks.
     """
 
-    needs_token_count: ClassVar[bool] = True
+    needs_token_count = True
 
     @validate_call(config=ConfigDict(strict=True))
     def __init__(self, tokens: NonNegativeInt | None = 256) -> None:

@@ -43,7 +43,7 @@ def test_the_whole_file_as_documented(load, tmp_path):
     """Relative paths start at the file's folder; a pool's args are laid over the engine's."""
     config = load(WHOLE)
     assert config.model.path == str(tmp_path / "model")
-    specs = {spec.id: spec for spec in instance_specs(config, "c")}
+    specs = {str(spec.id): spec for spec in instance_specs(config, "c")}
     assert sorted(specs) == ["decode-0", "decode-1", "prefill-0"]
     assert specs["prefill-0"].args == {"max-model-len": 8192, "block-size": 32, "max-num-seqs": 4}
     assert specs["decode-1"].labels == {"zone": "a"}

@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Any:  # noqa: ANN401 - transformers' own type says no more
+def tokenizer(model: Path) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
@@ -46,7 +46,7 @@ def test_two_builds_are_equal_byte_for_byte(model: Path, tmp_path: Path) -> None
     assert first["model.safetensors"] == WEIGHTS_SHA256
 
 
-def test_every_byte_is_one_token(tokenizer: Any) -> None:  # noqa: ANN401
+def test_every_byte_is_one_token(tokenizer: Any) -> None:
     """Prompt lengths in tests are counted in bytes; nothing is added or merged."""
     text = "two  words, ünï\n\t"
     ids = tokenizer(text)["input_ids"]
@@ -102,7 +102,7 @@ def test_every_byte_is_one_token(tokenizer: Any) -> None:  # noqa: ANN401
         ),
     ],
 )
-def test_chat_template(tokenizer: Any, messages: list[Any], options: dict[str, Any], expected: str) -> None:  # noqa: ANN401
+def test_chat_template(tokenizer: Any, messages: list[Any], options: dict[str, Any], expected: str) -> None:
     """Whatever a request can put into a chat shows in the prompt."""
     options = {"add_generation_prompt": True, **options}
     assert tokenizer.apply_chat_template(messages, tokenize=False, **options) == expected

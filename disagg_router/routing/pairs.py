@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from disagg_router.connectors.compatibility import incompatibility
 from disagg_router.errors import DisaggError
@@ -92,7 +93,7 @@ class PairTester:
         """Until something changes, or the next failed pair is due."""
         now_s = self._clock.now_s()
         later = [r.due_s for r in self._records.values() if r.status.state is PairState.FAILED and r.due_s > now_s]
-        tasks: set[asyncio.Future[object]] = {asyncio.ensure_future(self._wake.wait())}
+        tasks: set[asyncio.Future[Any]] = {asyncio.ensure_future(self._wake.wait())}
         if later:
             tasks.add(asyncio.ensure_future(self._clock.sleep(min(later) - now_s)))
         try:

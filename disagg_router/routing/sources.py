@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class ControllerSource:
     def __init__(self, url: str, clock: Clock) -> None:
         self._url, self._clock = url, clock
 
-    async def watch(self) -> AsyncIterator[FleetSnapshot]:
+    async def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
         timeout = httpx.Timeout(5, read=LONG_POLL_S + 10)
         async with httpx.AsyncClient(base_url=self._url, timeout=timeout) as http:
             seen: FleetSnapshot | None = None
@@ -47,7 +47,9 @@ class ControllerSource:
                     snapshot = msgspec.json.decode(answer.content, type=FleetSnapshot)
                 except (httpx.HTTPError, msgspec.MsgspecError) as exc:
                     failures += 1
-                    if failures == PATIENCE:  # a router that is started first waits for its controller as a matter of course
+                    if (
+                        failures == PATIENCE
+                    ):  # a router that is started first waits for its controller as a matter of course
                         log.warning("the controller at %s does not answer: %s", self._url, type(exc).__name__)
                     # Whole snapshot next time: a controller that was restarted counts from 0 again.
                     seen = None
@@ -65,7 +67,7 @@ class StaticSource:
     def __init__(self, instances: list[StaticInstance], describe: Describe) -> None:
         self._snapshot = FleetSnapshot(1, _declared(instances, describe))
 
-    async def watch(self) -> AsyncIterator[FleetSnapshot]:
+    async def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
         yield self._snapshot
         await asyncio.Event().wait()  # nothing will ever change; the watcher cancels us
 
@@ -84,7 +86,7 @@ class FileSource:
     def __init__(self, path: str, describe: Describe, clock: Clock) -> None:
         self._path, self._describe, self._clock = Path(path), describe, clock
 
-    async def watch(self) -> AsyncIterator[FleetSnapshot]:
+    async def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
         digest, version = b"", 0
         while True:
             try:

@@ -43,14 +43,16 @@ def test_c21_a_difference_is_refused_by_name_with_both_values(field, other):
 
 def test_what_is_not_known_is_refused():
     """Unknown means local only."""
-    assert incompatibility(changed(dtype=None), FINGERPRINT).startswith("dtype of the prefill instance is not known")
-    assert incompatibility(FINGERPRINT, changed(block_size=None)).startswith("block_size of the decode instance")
+    assert str(incompatibility(changed(dtype=None), FINGERPRINT)).startswith(
+        "dtype of the prefill instance is not known"
+    )
+    assert str(incompatibility(FINGERPRINT, changed(block_size=None))).startswith("block_size of the decode instance")
 
 
 def test_another_vllm_release_is_refused_with_a_named_reason():
     """Even when both sides run it: its handoff has not been tested."""
     newer = changed(vllm_version="0.33.0")
-    assert "vllm_version 0.33.0" in incompatibility(newer, newer)
+    assert "vllm_version 0.33.0" in str(incompatibility(newer, newer))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deaths import DEATHS
 from tests.e2e.serving import ROOT, Serving, local_cpu_config, nothing_left_of, start
 
 
@@ -34,3 +35,9 @@ def _model() -> Path:
     if not (ROOT / "model" / "config.json").is_file():
         pytest.fail("there is no model in ./model: run `make setup`")
     return ROOT / "model"
+
+
+@pytest.fixture
+def death_table(pytestconfig: pytest.Config) -> list[tuple[str, ...]]:
+    """Rows of (killed, of, gone after s, back after s); shown at the end of the run."""
+    return pytestconfig.stash.setdefault(DEATHS, [])

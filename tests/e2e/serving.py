@@ -64,8 +64,9 @@ class Serving:
         return self.until(all_tested, limit_s)
 
     def stop(self, signum: int = signal.SIGTERM, limit_s: float = 45) -> int:
-        """The exit status."""
-        self.process.send_signal(signum)
+        """The exit status; with signal 0 only waits for it."""
+        if signum:
+            self.process.send_signal(signum)
         status = self.process.wait(limit_s)
         assert self.process.stdout is not None
         self.process.stdout.close()
@@ -120,9 +121,9 @@ def local_cpu_config() -> str:
     return text.replace("../../model", str(ROOT / "model"))
 
 
-def marked(cluster: str) -> list[int]:
-    """Pids whose environment says that they belong to the cluster."""
-    wanted = re.compile(rb"(^|\0)" + MARKER + re.escape(cluster.encode()) + b"/")
+def marked(owner: str) -> list[int]:
+    """Pids whose environment says that they belong to `owner`: CLUSTER, CLUSTER/INSTANCE or one incarnation of it."""
+    wanted = re.compile(rb"(^|\0)" + MARKER + re.escape(owner.encode()) + rb"(/|\0|$)")
     return [pid for pid, environ in _environments() if wanted.search(environ)]
 
 

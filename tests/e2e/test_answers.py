@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -43,7 +46,9 @@ def count_tokens(cluster: Serving, body: dict) -> int:
     return httpx.post(f"{url}/tokenize", json={"model": "tiny"} | body, trust_env=False).json()["count"]
 
 
-def ask(url: str, endpoint: str, body: dict, *, stream: bool = False, path: str | None = None) -> tuple[list[int], dict]:
+def ask(
+    url: str, endpoint: str, body: dict, *, stream: bool = False, path: str | None = None
+) -> tuple[list[int], dict]:
     """Token ids and response headers. Salted, so that no cache of an earlier answer can stand in for this one."""
     headers = {"x-disagg-path": path} if path else {}
     whole = body | {"cache_salt": secrets.token_hex(8), "stream": stream}
@@ -96,8 +101,6 @@ def test_the_threshold_policy_splits_by_exact_tokens(cluster):
 
 def test_concurrent_requests_get_their_own_answers(cluster):
     """32 at once, both paths mixed: no answer is another prompt's."""
-    from concurrent.futures import ThreadPoolExecutor
-
     bodies = [
         {"model": "tiny", "prompt": f"{i} " + prompt_of(40 + 23 * i), "max_tokens": 24, "temperature": 0,
          "ignore_eos": True, "return_token_ids": True}
@@ -127,8 +130,6 @@ def test_c03_only_one_token_is_generated_by_the_prefill(cluster):
 
 def test_c11_a_stream_left_early_frees_the_kv_on_both_sides(cluster):
     """30 clients leave at different moments; KV usage and running requests go back to nothing."""
-    import threading
-    import time
 
     def leave(after_s: float) -> None:
         body = {"model": "tiny", "prompt": prompt_of(1500) + str(after_s), "max_tokens": 2000, "stream": True}

@@ -56,6 +56,10 @@ class FakeResponse:
         return self.body
 
 
+def _name(url: str) -> str:
+    return url.removeprefix("http://").partition(":")[0]
+
+
 @dataclass
 class Connecting:
     """A step: no byte is sent for so long."""
@@ -85,7 +89,7 @@ class FakeClient:
 
     @asynccontextmanager
     async def open(self, url: str, call: EngineCall) -> AsyncIterator[FakeResponse]:
-        name = url.split("//")[1].split(":")[0]
+        name = _name(url)
         one = Asked(name, call, msgspec.json.decode(call.body))
         self.asked.append(one)
         self.open_now += 1
@@ -129,13 +133,13 @@ class FakeClient:
         return self.tokens
 
     async def healthy(self, url: str) -> bool:
-        answer = self.health.get(url.split("//")[1].split(":")[0], True)
+        answer = self.health.get(_name(url), True)
         if isinstance(answer, UpstreamError):
             raise answer
         return answer
 
     async def report(self, url: str) -> EngineReport:
-        answer = self.reports.get(url.split("//")[1].split(":")[0], REPORT)
+        answer = self.reports.get(_name(url), REPORT)
         if isinstance(answer, UpstreamError):
             raise answer
         return answer

@@ -28,7 +28,7 @@ class Service:
     port: int
 
     async def complete(
-        self, prompt: str = "hello", headers: dict[str, str] | None = None, **fields: Any
+        self, prompt: Any = "hello", headers: dict[str, str] | None = None, **fields: Any
     ) -> httpx.Response:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 8} | fields
         return await self.http.post("/v1/completions", json=body, headers=headers)
@@ -60,7 +60,7 @@ async def running(*engines: tuple[str, FakeEngine], settled: bool = True, **conf
     listeners = [Listener(parts.public, sockets[0]), Listener(parts.admin, sockets[1])]
     tasks = [asyncio.create_task(parts.brain.run()), *(asyncio.create_task(one.run_on_socket()) for one in listeners)]
     clients = [httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False) for port in ports]
-    service = Service(parts, *clients, ports[0])
+    service = Service(parts, clients[0], clients[1], ports[0])
     try:
         await service.until(lambda _: all(one.started for one in listeners))
         if settled:

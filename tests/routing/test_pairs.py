@@ -122,7 +122,7 @@ async def test_a_test_that_hangs_ends_at_its_limit():
         assert world.status.state is PairState.TESTING
         await asyncio.sleep(0.1)
         assert world.status.state is PairState.FAILED
-        assert "longer than 0.05 s" in world.status.reason
+        assert "longer than 0.05 s" in str(world.status.reason)
 
 
 async def test_a_verdict_about_an_end_that_was_replaced_meanwhile_is_dropped():

@@ -145,6 +145,7 @@ async def test_c24_a_failed_prefill_is_tried_on_another(error):
     decision, _ = await world.ask()
     first, second, decode = world.client.asked
     assert (first.kind, second.kind, decode.kind) == ("prefill", "prefill", "decode")
+    assert decision.prefill is not None
     assert first.engine != second.engine == decision.prefill.instance
     assert decode.body["kv_transfer_params"]["remote_engine_id"] == f"{second.engine}-first"
     assert world.suspected == [first.engine]
@@ -314,7 +315,7 @@ async def test_the_number_of_waiting_requests_is_bounded():
     await asyncio.sleep(0)
     with pytest.raises(QueueFull) as refused:
         await world.ask()
-    assert refused.value.retry_after_s >= 1
+    assert (refused.value.retry_after_s or 0) >= 1
     await asyncio.gather(*waiting)
     async with world.router.route(request(), BODY), world.router.route(request(), BODY):
         await world.ask()

@@ -61,7 +61,7 @@ async def test_a_file_is_read_again_when_it_changes(tmp_path):
     async with asyncio.timeout(5):
         assert [i.id for i in (await anext(watch)).instances] == ["a:1"]
         path.write_text("instances: [{url: 'http://a:1', role", encoding="utf-8")
-        waiting = asyncio.create_task(anext(watch))
+        waiting = asyncio.ensure_future(anext(watch))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         path.unlink()
@@ -101,7 +101,7 @@ async def test_a_controller_is_polled_and_survived():
 
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=0))
     serving = asyncio.create_task(server.serve())
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     watch = ControllerSource(url, _Hasty()).watch()

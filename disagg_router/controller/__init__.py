@@ -1,0 +1,1 @@
+"""Launches vLLM instances on Ray and keeps them running."""

@@ -1,0 +1,17 @@
+"""What every test shares: the table of deaths at the end of the report."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deaths import DEATHS
+
+HEAD = ("killed with SIGKILL", "what of it was waited for", "all gone after s", "new one tested after s")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if rows := config.stash.get(DEATHS, []):
+        terminalreporter.section("deaths")
+        widths = [max(len(row[i]) for row in [HEAD, *rows]) for i in range(len(HEAD))]
+        for row in [HEAD, *rows]:
+            terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))

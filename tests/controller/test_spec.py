@@ -1,0 +1,194 @@
+"""The engine's command line, for CPU and CUDA."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from disagg_router.connectors.registry import build_connector
+from disagg_router.controller.spec import build_command, overlay_env, port_spans
+from disagg_router.errors import ConfigError
+from disagg_router.interfaces import KVConnector
+from disagg_router.model import EngineAddress, EngineCommand, InstanceSpec
+from tests.controller.support import ADDRESS, spec
+
+
+@pytest.fixture
+def connector() -> KVConnector:
+    return build_connector("nixl", kv_load_failure_policy="recompute", lease_s=30)
+
+
+def built(wanted: InstanceSpec, connector: KVConnector, address: EngineAddress = ADDRESS) -> EngineCommand:
+    return build_command(wanted, address, "decode-0-b-1", connector)
+
+
+def value_of(command: EngineCommand, flag: str) -> str | None:
+    """The word after a flag; None when the flag is not there."""
+    return command.argv[command.argv.index(flag) + 1] if flag in command.argv else None
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("-m", "vllm.entrypoints.openai.api_server"),
+        ("--model", "/models/tiny"),
+        ("--served-model-name", "tiny"),
+        ("--host", "127.0.0.1"),
+        ("--port", "21001"),
+        ("--max-model-len", "8192"),
+        ("--distributed-executor-backend", "uni"),
+        ("--num-gpu-blocks-override", "1025"),  # four contexts of 256 blocks and one to spare
+    ],
+)
+def test_cpu_argv(connector: KVConnector, flag: str, value: str) -> None:
+    """A CPU engine gets the settings that keep it small."""
+    assert value_of(built(spec(), connector), flag) == value
+
+
+@pytest.mark.parametrize("flag", ["--enforce-eager", "--distributed-executor-backend", "--num-gpu-blocks-override"])
+def test_cuda_has_none_of_the_cpu_flags(connector: KVConnector, flag: str) -> None:
+    """On CUDA vLLM's own defaults hold."""
+    assert flag not in built(spec(device="cuda", gpus=1, cpus=None), connector).argv
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "value"),
+    [
+        ("cpu", "VLLM_TARGET_DEVICE", "cpu"),
+        ("cpu", "VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("cpu", "VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        ("cpu", "VLLM_CPU_KVCACHE_SPACE", "1"),
+        ("cpu", "HF_HUB_OFFLINE", "1"),
+        ("cpu", "VLLM_NO_USAGE_STATS", "1"),
+        ("cpu", "VLLM_SERVER_DEV_MODE", None),
+        ("cuda", "VLLM_TARGET_DEVICE", None),
+        ("cuda", "OMP_NUM_THREADS", None),
+        ("cuda", "VLLM_NO_USAGE_STATS", "1"),
+    ],
+)
+def test_env(connector: KVConnector, device: str, name: str, value: str | None) -> None:
+    """Environment per device."""
+    assert built(spec(device=device), connector).env.get(name) == value
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"enable-scale-out": True}, ["--enable-scale-out"]),
+        ({"seed": 0}, ["--seed", "0"]),
+        ({"enforce-eager": False}, []),
+        ({"tokenizer": None}, []),
+        ({"allowed-origins": ["a", "b"]}, ["--allowed-origins", "a", "b"]),
+        ({"compilation-config": {"level": 3}}, ["--compilation-config", '{"level": 3}']),
+        ({"max_num_seqs": 4}, ["--max-num-seqs", "4"]),
+    ],
+)
+def test_user_args(connector: KVConnector, args: dict[str, object], words: list[str]) -> None:
+    """YAML values become vLLM flags."""
+    argv = built(spec(device="cuda", args=args), connector).argv
+    start, end = argv.index("21001") + 1, argv.index("--kv-transfer-config")
+    assert list(argv[start:end]) == words
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag", "value"),
+    [
+        ({"args": {"num-gpu-blocks-override": 300}}, "--num-gpu-blocks-override", "300"),
+        ({"args": {"distributed-executor-backend": "mp"}}, "--distributed-executor-backend", "mp"),
+        ({"env": {"VLLM_CPU_KVCACHE_SPACE": "4"}}, "--num-gpu-blocks-override", None),
+        ({"args": {}}, "--num-gpu-blocks-override", None),  # the model's own length is not known here
+        ({"args": {}}, "--max-model-len", None),
+        ({"args": {"max-model-len": 8192}}, "--num-gpu-blocks-override", "257"),  # vLLM's blocks of 128 on CPU
+        ({"args": {}, "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}}, "--distributed-executor-backend", None),
+        ({"args": {"enforce-eager": False}}, "--enforce-eager", None),
+        ({"model": "org/name", "revision": "abc"}, "--revision", "abc"),
+    ],
+)
+def test_the_user_wins(connector: KVConnector, changes: dict[str, Any], flag: str, value: str | None) -> None:
+    """Whatever the user sets replaces our default for CPU."""
+    assert value_of(built(spec(**changes), connector), flag) == value
+
+
+@pytest.mark.parametrize(
+    "key", ["model", "port", "host", "served-model-name", "--kv-transfer-config", "kv_events_config"]
+)
+def test_owned_args_are_refused(connector: KVConnector, key: str) -> None:
+    """An argument that the controller decides is an error that names it."""
+    with pytest.raises(ConfigError, match=key):
+        built(spec(args={key: "x"}), connector)
+
+
+def test_dev_mode_is_refused(connector: KVConnector) -> None:
+    """Dev mode opens endpoints that stop an engine."""
+    with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE"):
+        built(spec(env={"VLLM_SERVER_DEV_MODE": "1"}), connector)
+
+
+def test_hub_models_may_download(connector: KVConnector) -> None:
+    """Only a local model makes the hub unnecessary."""
+    assert "HF_HUB_OFFLINE" not in built(spec(model="org/name"), connector).env
+
+
+def test_engine_id_is_the_incarnation(connector: KVConnector) -> None:
+    """A restarted engine must not be taken for the one before."""
+    config = json.loads(value_of(built(spec(), connector), "--kv-transfer-config") or "")
+    assert config["engine_id"] == "decode-0-b-1"
+
+
+@pytest.mark.parametrize(
+    ("host", "endpoint", "replay"),
+    [
+        ("10.0.0.7", "tcp://[::ffff:10.0.0.7]:21003", "tcp://10.0.0.7:21004"),
+        ("fd00::2", "tcp://[fd00::2]:21003", "tcp://[fd00::2]:21004"),
+        ("node-1", "tcp://*:21003", "tcp://node-1:21004"),
+    ],
+)
+def test_kv_events_are_bound_on_the_host(connector: KVConnector, host: str, endpoint: str, replay: str) -> None:
+    """vLLM binds only endpoints with `*` or `::` in them, and connects to all others."""
+    command = built(spec(), connector, EngineAddress(host, 21001, 21002, 21003, 21004))
+    events = json.loads(value_of(command, "--kv-events-config") or "")
+    assert (events["endpoint"], events["replay_endpoint"]) == (endpoint, replay)
+
+
+def test_python_path_is_put_in_front(connector: KVConnector) -> None:
+    """The connector's folder, then the user's, then the node's own."""
+    command = built(spec(env={"PYTHONPATH": "/mine"}), connector)
+    joined = overlay_env({"PYTHONPATH": "/node", "HOME": "/root"}, command.env)
+    ours, mine, node = joined["PYTHONPATH"].split(":")
+    assert ours.endswith("engine_side")
+    assert (mine, node, joined["HOME"]) == ("/mine", "/node", "/root")
+
+
+@pytest.mark.parametrize(("args", "spans"), [({}, (1, 1, 1, 1)), ({"data-parallel-size": 4}, (1, 4, 4, 4))])
+def test_port_spans(args: dict[str, object], spans: tuple[int, ...]) -> None:
+    """vLLM adds the data-parallel rank to its ports."""
+    assert port_spans(spec(args=args)) == spans
+
+
+_PARSE = """
+import sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+args = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])
+validate_parsed_serve_args(args)
+print(args.kv_transfer_config.engine_id, args.kv_events_config.endpoint, args.port)
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_vllm_accepts_the_argv(connector: KVConnector, device: str) -> None:
+    """The real parser takes every word and reads what was meant."""
+    command = built(spec(device=device, args={"max-model-len": 8192, "block-size": 32, "seed": 0}), connector)
+    done = subprocess.run(
+        [sys.executable, "-c", _PARSE, *command.argv[3:]],
+        env=overlay_env({"PATH": "/usr/bin:/bin", "HOME": "/tmp"}, {**command.env, "VLLM_TARGET_DEVICE": "cpu"}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1:] == ["decode-0-b-1 tcp://[::ffff:127.0.0.1]:21003 21001"], done.stderr
