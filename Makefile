@@ -1,12 +1,13 @@
 bin := .venv/bin
 sources := disagg_router connectors policies examples tests .ci
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test test-long lint format clean
 
 help:
 	@echo "make setup    .venv with everything pinned, and the tiny model in ./model"
 	@echo "make demo     1 prefill + 1 decode + the router on this machine's CPU, two requests, a comparison"
 	@echo "make test     lint, then all tests, those on real engines included"
+	@echo "make test-long  what takes minutes more: every death case on a Ray with stand-ins for the engines"
 	@echo "make lint     ruff, mypy, pyright"
 	@echo "make format   let ruff rewrite the sources"
 	@echo "make clean    remove what the other targets made"
@@ -18,7 +19,10 @@ demo: setup
 	@$(bin)/python examples/local-cpu/demo.py
 
 test: lint
-	@$(bin)/pytest
+	@$(bin)/pytest -m "not long"
+
+test-long: setup
+	@$(bin)/pytest -m long
 
 lint: setup
 	$(bin)/ruff check $(sources)

@@ -1,4 +1,4 @@
-"""The commands as processes: exit codes, one line on stderr, nothing left running."""
+"""The commands: exit codes, one line on stderr, nothing left running."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from disagg_router.cli import main
 from disagg_router.config import cluster_id
 from tests.e2e.serving import COMMAND, ROOT, environment, marked
 
@@ -33,9 +34,24 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *words: str, limit_s: float = 20, **env: str) -> subprocess.CompletedProcess[str]:
+    """As a process of its own."""
     return subprocess.run(
         [*COMMAND, *words], capture_output=True, text=True, timeout=limit_s, env=environment(folder) | env, check=False
     )
+
+
+@pytest.fixture
+def inside(monkeypatch, capsys):
+    """The same in this process, for what ends before anything starts: (exit code, stdout, lines of stderr)."""
+
+    def inside(*words: str) -> tuple[object, str, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["disagg-router", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        shown = capsys.readouterr()
+        return end.value.code, shown.out, shown.err.splitlines()
+
+    return inside
 
 
 def change(folder: Path, old: str, new: str) -> str:
@@ -59,20 +75,24 @@ def change(folder: Path, old: str, new: str) -> str:
         ("pools:", "router: {policy: {name: breakeven}}\npools:", "router.policy.name 'breakeven' is not known"),
     ],
 )
-def test_a_wrong_file_is_exit_code_2_and_one_line(folder, old, new, says):
+def test_a_wrong_file_is_exit_code_2_and_one_line(folder, inside, old, new, says):
     """Before anything is started."""
-    done = run(folder, "serve", change(folder, old, new))
-    assert (done.returncode, done.stdout) == (2, "")
-    [line] = done.stderr.splitlines()
-    assert line.startswith("error: ")
+    code, out, [line] = inside("serve", change(folder, old, new))
+    assert (code, out, line[:7]) == (2, "", "error: ")
     assert says in line
 
 
 @pytest.mark.parametrize("command", ["controller", "check-config"])
-def test_the_other_commands_read_the_file_the_same_way(folder, command):
+def test_the_other_commands_read_the_file_the_same_way(folder, inside, command):
     """One reader, one sentence."""
     path = change(folder, "pools:", "pool:")
-    assert run(folder, command, path).stderr == run(folder, "serve", path).stderr
+    assert inside(command, path) == inside("serve", path)
+
+
+def test_the_exit_code_is_the_processes_own(folder):
+    """And stderr holds the one line, whatever logging does."""
+    done = run(folder, "serve", change(folder, "pools:", "pool:"))
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +110,10 @@ def test_the_other_commands_read_the_file_the_same_way(folder, command):
         ),
     ],
 )
-def test_wrong_use_is_exit_code_2_and_one_line(folder, words, says):
+def test_wrong_use_is_exit_code_2_and_one_line(folder, inside, words, says):
     """Usage errors too."""
-    done = run(folder, *(word.format(folder=folder) for word in words))
-    assert (done.returncode, done.stdout) == (2, "")
-    [line] = done.stderr.splitlines()
+    code, out, [line] = inside(*(word.format(folder=folder) for word in words))
+    assert (code, out) == (2, "")
     assert says in line
 
 
@@ -151,6 +170,7 @@ def test_down_of_nothing_is_exit_code_0(folder):
 @pytest.mark.engine
 def test_an_engine_that_dies_while_loading(folder):
     """One sentence, the end of its log, exit code 1, nothing left."""
+    change(folder, "  prefill: {instances: 1}\n", "")
     path = change(folder, "block-size: 32", "block-size: 32, no-such-flag: 1")
     start = time.monotonic()
     done = run(folder, "serve", path, "--port", free_port(), "--admin-port", free_port(), limit_s=120)
@@ -174,6 +194,7 @@ def test_a_ray_address_that_does_not_answer(folder):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_ctrl_c_while_engines_load(folder):
     """Ends it, with nothing left, and without a traceback."""
     path = str(folder / "cluster.yaml")

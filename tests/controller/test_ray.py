@@ -21,7 +21,7 @@ import pytest
 from disagg_router.controller.processes import descendants, is_alive, kill_marked, marked, name
 from tests.controller.support import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 _SCRIPT = str(Path(__file__).with_name("fake_cluster.py"))
 _HEAD = str(Path(__file__).with_name("ray_head.py"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.engine
 GONE_LIMIT_S = 10.0
 NOTHING_LEFT_LIMIT_S = 15.0
 BACK_LIMIT_S = 120.0
+READY_LIMIT_S = 3.0  # a health interval (1 s) and 2 s
 
 
 def supervisor_of(engine: int) -> int:
@@ -40,13 +42,6 @@ def actor_of(engine: int) -> int:
     return next(pid for pid in watched if command_line(pid).startswith("ray::"))
 
 
-def itself(engine: int) -> int:
-    return engine
-
-
-VICTIMS = {"engine": itself, "supervisor": supervisor_of, "actor worker": actor_of}
-
-
 def api_server(cluster: Serving, role: str) -> int:
     """The engine's first process, found by the port in its command line."""
     port = cluster.instance(role)["url"].rsplit(":", 1)[1]
@@ -59,33 +54,61 @@ def remote(cluster: Serving) -> httpx.Response:
     return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60, trust_env=False)
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-def test_an_instance_comes_back_whichever_process_dies(cluster, victim, death_table):
-    """The old engine's processes are gone in 10 s; a new, tested one serves without a restart of the router."""
-    role = "decode" if victim == "engine" else "prefill"
-    engine, old = api_server(cluster, role), cluster.instance(role)
-    processes = [pid for pid in marked(f"{cluster.cluster}/{role}-0/{old['incarnation']}") if alive([pid])]
+@dataclass(frozen=True)
+class Incarnation:
+    """One engine as it was before something of it was killed."""
+
+    role: str
+    name: str
+    api_server: int
+    processes: tuple[int, ...]
+
+
+def incarnation_of(cluster: Serving, role: str) -> Incarnation:
+    name = cluster.instance(role)["incarnation"]
+    processes = alive(marked(f"{cluster.cluster}/{role}-0/{name}"))
     assert len(processes) >= 3  # supervisor, API server, engine core
-    os.kill(VICTIMS[victim](engine), signal.SIGKILL)
-    killed = time.monotonic()
-    if role == "decode":
-        # Under threshold nothing else may decode: /ready says so within a health interval (1 s) and 2 s.
-        cluster.until(lambda status: not status["ready"], 3.0)
-        refused = httpx.get(f"{cluster.url}/ready", timeout=5, trust_env=False)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_decode_instance")
-        assert remote(cluster).json()["error"]["code"] == "no_decode_instance"
-    else:
-        assert remote(cluster).status_code == 200  # served local, or by the last answer of what is dying
-    gone_s = gone_within(processes, GONE_LIMIT_S)
+    return Incarnation(role, name, api_server(cluster, role), tuple(processes))
 
-    def back(status):
-        now = next(one for one in status["instances"] if one["role"] == role)
-        return now["incarnation"] != old["incarnation"] and all_tested(status)
 
-    cluster.until(back, BACK_LIMIT_S)
-    death_table.append((victim, f"{role} engine", f"{gone_s:.1f}", f"{time.monotonic() - killed:.1f}"))
+def comes_back(cluster: Serving, old: Incarnation, killed_s: float, limit_s: float = BACK_LIMIT_S) -> float:
+    """Seconds since the kill until another incarnation is up and tested."""
+
+    def back(status: dict) -> bool:
+        now = next(one for one in status["instances"] if one["role"] == old.role)
+        return now["incarnation"] != old.name and all_tested(status)
+
+    cluster.until(back, limit_s)
     assert remote(cluster).headers["x-disagg-path"] == "remote_prefill"
     assert cluster.process.poll() is None
+    return time.monotonic() - killed_s
+
+
+def test_the_decode_engine_comes_back(cluster, death_table):
+    """Under threshold nothing else may decode: /ready says so in time, and the router needs no restart."""
+    old = incarnation_of(cluster, "decode")
+    os.kill(old.api_server, signal.SIGKILL)
+    killed_s = time.monotonic()
+    cluster.until(lambda status: not status["ready"], READY_LIMIT_S)
+    refused = httpx.get(f"{cluster.url}/ready", timeout=5, trust_env=False)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_decode_instance")
+    assert remote(cluster).json()["error"]["code"] == "no_decode_instance"
+    gone_s = gone_within(old.processes, GONE_LIMIT_S)
+    back_s = comes_back(cluster, old, killed_s)
+    death_table.append(("engine", "the old engine's processes", f"{gone_s:.1f}", f"{back_s:.1f}"))
+
+
+def test_engines_come_back_when_a_supervisor_and_an_actor_die(cluster, death_table):
+    """The prefill's supervisor and the decode's actor worker, at the same moment."""
+    prefill, decode = incarnation_of(cluster, "prefill"), incarnation_of(cluster, "decode")
+    victims = {supervisor_of(prefill.api_server): prefill, actor_of(decode.api_server): decode}
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    killed_s = time.monotonic()
+    gone = {old.role: gone_within(old.processes, GONE_LIMIT_S) for old in victims.values()}
+    for name, old in (("supervisor", prefill), ("actor worker", decode)):
+        back_s = comes_back(cluster, old, killed_s)
+        death_table.append((name, "the old engine's processes", f"{gone[old.role]:.1f}", f"{back_s:.1f}"))
 
 
 @pytest.mark.parametrize("victim", ["raylet", "serve"])
