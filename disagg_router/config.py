@@ -133,7 +133,7 @@ class LimitsConfig(_Strict):
     idle_s: PositiveFloat = 60
     prefill_s: PositiveFloat = 120
     unary_s: PositiveFloat = 3600  # an unstreamed answer shows nothing before it is whole
-    drain_s: PositiveFloat = 20
+    drain_s: PositiveFloat = 15
 
 
 class StaticInstance(_Strict):

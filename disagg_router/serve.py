@@ -20,7 +20,9 @@ from disagg_router.proxy.server import until_signalled
 OWNER_VARIABLE = "DISAGG_ROUTER_OWNER"  # a child that finds its parent's pid here dies with it
 SETTLE_LIMIT_S = 120.0  # pair tests that take longer do not hold up the ready line
 POLL_S = 0.25
-ENGINES_STOP_S = 12.0
+# With limits.drain_s at its default, Ctrl-C takes less than 30 s however busy the router is.
+ROUTER_STOP_S = 3.0
+ENGINES_STOP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ async def _ended_when_left(children: dict[str, asyncio.subprocess.Process], drai
     try:
         yield
     finally:
-        for name, limit_s in (("router", drain_s + 5), ("controller", ENGINES_STOP_S)):
+        for name, limit_s in (("router", drain_s + ROUTER_STOP_S), ("controller", ENGINES_STOP_S)):
             if name in children:
                 await _end(children[name], limit_s)
 

@@ -35,7 +35,9 @@ from disagg_router.proxy.relay import RoutedEndpoint
 from disagg_router.proxy.server import Listener, listen, run_router
 from disagg_router.routing.brain import Brain
 from disagg_router.routing.clock import MonotonicClock
-from disagg_router.routing.router import Router, RouterLimits
+from disagg_router.routing.leases import LeaseBook
+from disagg_router.routing.legs import LegLimits, Legs
+from disagg_router.routing.router import Router
 from disagg_router.routing.sources import ControllerSource, FileSource, StaticSource
 
 
@@ -137,23 +139,29 @@ def build_router(config: ClusterConfig, controller_url: str | None = None) -> Ro
     source = _fleet_source(config, controller_url, connector)
     brain = Brain(source, client, test_pair, served_name=config.model.served_name, health=health, clock=clock)
     metrics = Metrics()
-    router = Router(
-        policy=policy,
+    leases = LeaseBook()
+    legs = Legs(
         connector=connector,
         client=client,
         fleet=lambda: brain.fleet,
-        suspect=brain.suspect,
-        limits=RouterLimits(
-            waiting_requests=config.router.admission.queue,
-            prefill_s=limits.prefill_s,
-            first_byte_s=limits.first_byte_s,
-            unary_s=limits.unary_s,
-        ),
+        leases=leases,
+        limits=LegLimits(limits.prefill_s, limits.first_byte_s, limits.unary_s),
         observer=metrics,
         clock=clock,
+    )
+    router = Router(
+        policy=policy,
+        legs=legs,
+        leases=leases,
+        client=client,
+        fleet=lambda: brain.fleet,
+        suspect=brain.suspect,
+        waiting_requests=config.router.admission.queue,
+        observer=metrics,
+        now_s=clock.now_s,
         rng=random.Random(),
     )
-    metrics.watch(lambda: brain.fleet, router.leases)
+    metrics.watch(lambda: brain.fleet, leases)
     parse = functools.partial(
         parse_call,
         served_name=config.model.served_name,

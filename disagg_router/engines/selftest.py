@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 from collections.abc import Mapping
@@ -113,7 +114,12 @@ class _SelfTest:
     async def _through_pair(self, body: Body, prefill: Instance, decode: Instance) -> _Choice:
         request_id = f"selftest-{self.rng.getrandbits(64):016x}"
         handoff = self.connector.begin(request_id, prefill, decode)
-        answer = await self._post(prefill, self.connector.prefill_body(body, handoff), request_id)
+        prefilling = self._post(prefill, self.connector.prefill_body(body, handoff), request_id)
+        if self.connector.concurrent_legs:
+            decoding = self._post(decode, self.connector.decode_body(body, handoff), request_id, once=True)
+            _, answer = await asyncio.gather(prefilling, decoding)
+            return _choice(answer)
+        answer = await prefilling
         handoff = self.connector.complete(
             handoff, msgspec.json.decode(answer, type=dict[str, object]), self.clock.now_s()
         )

@@ -64,7 +64,7 @@ class RoutedEndpoint:
             content = await self._read_body(headers, receive)
             call = self._parse(scope["path"], headers, content)
             record.request_id = out.request_id = call.request_id
-            await _until_gone(self._answer(call, out, record), receive)
+            await _until_gone(self._answer(call, out, record), receive, out)
         except RequestError as exc:
             await out.refuse(exc)
         except ClientGone:
@@ -126,6 +126,7 @@ class _Answer:
     def __init__(self, send: Send, record: RequestRecord) -> None:
         self._send, self._record = send, record
         self._started = False
+        self.complete = False
         self.request_id: str | None = None
 
     async def start(self, routed: Routed) -> None:
@@ -143,6 +144,7 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def finish(self) -> None:
+        self.complete = True
         await self._send({"type": "http.response.body", "body": b""})
 
     async def refuse(self, error: RequestError) -> None:
@@ -176,12 +178,14 @@ class _Answer:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-async def _until_gone(work: Awaitable[None], receive: Receive) -> None:
-    """Run `work`, cancelled at once when the client leaves. Raises ClientGone then."""
+async def _until_gone(work: Awaitable[None], receive: Receive, out: _Answer) -> None:
+    """Run `work`, cancelled at once when the client leaves before its answer is complete. Raises ClientGone then."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if out.complete:  # what looks like leaving is the server's word for the end of the answer
+            await working
     finally:
         leaving.cancel()
         if not working.done():

@@ -32,6 +32,7 @@ class Asked:
     engine: str
     call: EngineCall
     body: dict[str, Any]
+    sent: bool = False
 
     @property
     def kind(self) -> str:
@@ -105,6 +106,7 @@ class FakeClient:
         if isinstance(step, Connecting):
             await asyncio.sleep(step.seconds)
         one.call.on_sent()
+        one.sent = True
         if isinstance(step, Exception):
             raise step
         if isinstance(step, float):

@@ -23,7 +23,9 @@ from disagg_router.model import HandoffResult, InstanceId, InstanceState, PairSt
 from disagg_router.policies.override import PathOverride
 from disagg_router.policies.registry import build_policy
 from disagg_router.routing.fleet import Fleet, PairStatus
-from disagg_router.routing.router import Router, RouterLimits
+from disagg_router.routing.leases import LeaseBook
+from disagg_router.routing.legs import LegLimits, Legs
+from disagg_router.routing.router import Router
 from tests.builders import instance, pair, request
 from tests.fakes.client import Connecting, FakeClient
 from tests.fakes.clock import FakeClock, settle
@@ -49,20 +51,32 @@ class Observer:
 class World:
     """A router over p0, p1, d0, d1, all four pairs tested."""
 
-    def __init__(self, *names: str, policy="always_remote", tokens=100, waiting=64):
+    def __init__(self, *names: str, policy="always_remote", tokens=100, waiting=64, connector=None):
         names = names or ("p0", "p1", "d0", "d1")
         pairs = {pair(p, d): PairStatus(PairState.READY) for p in names for d in names if p[0] == "p" and d[0] == "d"}
         self.fleet = Fleet({InstanceId(name): instance(name) for name in names}, pairs)
         self.client, self.clock, self.seen, self.suspected = FakeClient(tokens), FakeClock(), Observer(), []
+        self.connector = connector or NixlConnector(kv_load_failure_policy="recompute", lease_s=LEASE_S)
+        leases = LeaseBook()
+        legs = Legs(
+            connector=self.connector,
+            client=self.client,
+            fleet=lambda: self.fleet,
+            leases=leases,
+            limits=LegLimits(prefill_s=1, first_byte_s=2, unary_s=3),
+            observer=self.seen,
+            clock=self.clock,
+        )
         self.router = Router(
             policy=PathOverride(build_policy(policy, {})),
-            connector=NixlConnector(kv_load_failure_policy="recompute", lease_s=LEASE_S),
+            legs=legs,
+            leases=leases,
             client=self.client,
             fleet=lambda: self.fleet,
             suspect=self.suspected.append,
-            limits=RouterLimits(waiting_requests=waiting, prefill_s=1, first_byte_s=2, unary_s=3),
+            waiting_requests=waiting,
             observer=self.seen,
-            clock=self.clock,
+            now_s=self.clock.now_s,
             rng=random.Random(0),
         )
 
@@ -237,44 +251,33 @@ async def test_c11_a_client_that_leaves_after_the_prefill(step, kinds, result):
     assert world.at_rest()
 
 
-@pytest.mark.parametrize(
-    ("age_s", "sent"),
-    [(LEASE_S / 2, True), (LEASE_S / 2 + 0.001, False)],
-)
-async def test_a_handoff_past_half_its_lease_is_never_sent(age_s, sent):
-    """Past the lease the engine answers 200 with another prompt's KV. It is prefilled again instead."""
+@pytest.mark.parametrize(("waited_s", "sent"), [(LEASE_S / 2, True), (LEASE_S / 2 + 0.001, False)])
+async def test_a_handoff_past_half_its_lease_is_never_sent(waited_s, sent):
+    """Past the lease the engine answers 200 with another prompt's KV. Checked as its first byte is about to leave:
+    here it waits for a connection. It is prefilled again instead."""
     world = World("p0", "d0")
-    complete = world.router._connector.complete
-    aged = []
-
-    def grow_old(handoff, answer, now_s):
-        done = complete(handoff, answer, now_s)
-        if not aged:
-            aged.append(True)
-            return dataclasses.replace(done, answered_s=now_s - age_s)
-        return done
-
-    world.router._connector.complete = grow_old
-    await world.ask()
+    world.client.script["d0"] = [Connecting(0.02)]
+    asking = asyncio.create_task(world.ask())
+    await world.client.answered.wait()
+    await world.clock.advance(waited_s)
+    await asking
     await settle()
-    kinds = [one.kind for one in world.client.asked]
-    assert kinds.count("decode") == 1
-    assert kinds.count("prefill") == (1 if sent else 2)
-    assert kinds.count("release") == (0 if sent else 1)
+    kinds = sorted(one.kind for one in world.client.asked if one.sent)
+    assert kinds == (["decode", "prefill"] if sent else ["decode", "prefill", "prefill", "release"])
     assert world.seen.handoffs == ([HandoffResult.SENT] if sent else [HandoffResult.EXPIRED, HandoffResult.SENT])
 
 
 async def test_c42_a_handoff_of_an_earlier_incarnation_is_never_sent():
     """The prefill was restarted between its answer and the decode leg."""
     world = World("p0", "d0")
-    complete = world.router._connector.complete
+    complete = world.connector.complete
 
     def restart(handoff, answer, now_s):
         done = complete(handoff, answer, now_s)
         world.change("p0", incarnation="p0-second", engine_id=None)
         return done
 
-    world.router._connector.complete = restart
+    world.connector.complete = restart
     await world.ask()
     assert world.seen.handoffs[0] is HandoffResult.EXPIRED
     assert all(one.body["kv_transfer_params"]["remote_engine_id"] for one in world.client.asked if one.kind == "decode")
@@ -386,3 +389,49 @@ async def test_decide_sends_nothing():
     decision = await world.router.decide(request(), BODY)
     assert (decision.path, decision.terms["uncached_tokens"]) == (Path.REMOTE_PREFILL, 300)
     assert world.client.asked == []
+
+
+class AtOnce(NixlConnector):
+    """A connector whose decode leg needs nothing of the prefill's answer."""
+
+    concurrent_legs = True
+
+    def decode_body(self, body, handoff):
+        return {**body, "kv_transfer_params": {"do_remote_prefill": True, "transfer_id": handoff.request_id}}
+
+
+def at_once(*names):
+    return World(*names, connector=AtOnce(kv_load_failure_policy="recompute", lease_s=LEASE_S))
+
+
+async def test_a_connector_may_need_both_legs_at_once():
+    """The decode leg is sent while the prefill still computes, which then goes on beside it."""
+    world = at_once("p0", "d0")
+    world.client.script["p0"] = [0.05]
+    async with world.router.route(request(), BODY) as routed:
+        assert routed.decision.path is Path.REMOTE_PREFILL
+        assert sorted(world.client.kinds()) == [("decode", "d0"), ("prefill", "p0")]
+        assert not world.client.answered.is_set()
+        await asyncio.wait_for(world.client.answered.wait(), 1)
+    assert world.seen.handoffs == [HandoffResult.SENT]
+    assert world.at_rest()
+
+
+async def test_a_prefill_that_fails_ends_the_decode_leg_beside_it():
+    """It would wait for ever. The request is served local."""
+    world = at_once("p0", "d0")
+    world.client.script["p0"], world.client.script["d0"] = [UpstreamError("died")], [60.0]
+    decision, answer = await world.ask()
+    assert (decision.path, decision.reason, answer) == (Path.LOCAL, Reason.NO_PREFILL, b'{"from": "d0"}')
+    assert world.at_rest()
+
+
+async def test_a_decode_leg_that_fails_ends_the_prefill_beside_it():
+    """Nobody would fetch its KV."""
+    world = at_once("p0", "d0", "d1")
+    world.client.script["p0"] = [60.0, None]
+    world.client.script["d0"] = world.client.script["d1"] = [UpstreamError("died")]
+    decision, _ = await world.ask()
+    assert decision.path is Path.REMOTE_PREFILL
+    assert [kind for kind, _ in world.client.kinds()].count("decode") == 2
+    assert world.at_rest()
