@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from disagg_router.errors import ConfigError
 from disagg_router.model import Fingerprint
 
 SPLIT_VERSIONS = ("0.32.",)  # vLLM releases whose handoff has been tested; any other serves local only
@@ -37,6 +38,7 @@ def fingerprint_from_args(
     """What a vLLM command line says. An argument left out is "auto" (or 1): equal on both sides means equal engines.
 
     `block_size` stays None unless it is given, since its default depends on the device; the engine reports it.
+    Raises ConfigError for a size that is no number.
     """
     given = {key.lstrip("-").replace("_", "-"): value for key, value in args.items()}
 
@@ -44,7 +46,7 @@ def fingerprint_from_args(
         return next((str(given[name]) for name in names if given.get(name) is not None), "auto")
 
     def number(*names: str) -> int:
-        return next((int(given[name]) for name in names if given.get(name) is not None), 1)
+        return next((_whole(name, given[name]) for name in names if given.get(name) is not None), 1)
 
     block_size = given.get("block-size")
     return Fingerprint(
@@ -52,7 +54,7 @@ def fingerprint_from_args(
         revision=revision or "default",
         dtype=text("dtype"),
         kv_dtype=text("kv-cache-dtype"),
-        block_size=None if block_size is None else int(block_size),
+        block_size=None if block_size is None else _whole("block-size", block_size),
         attention_backend=text("attention-backend"),
         kv_layout=env.get("VLLM_KV_CACHE_LAYOUT", "auto"),
         connector=connector,
@@ -61,22 +63,31 @@ def fingerprint_from_args(
     )
 
 
-def merge(declared: Fingerprint, reported: Fingerprint) -> tuple[Fingerprint, str | None]:
-    """What is known of an engine from both sources, and the first field in which they contradict each other.
+def _whole(name: str, value: object) -> int:
+    try:
+        return int(str(value))
+    except ValueError as exc:
+        raise ConfigError(f"engine argument {name} must be a whole number, not {value!r}") from exc
 
-    "auto" on either side gives way to the other's value.
+
+def merge(declared: Fingerprint, reported: Fingerprint) -> tuple[Fingerprint, tuple[str, ...]]:
+    """What is known of an engine from both sources, and a sentence for each field in which they contradict each other.
+
+    "auto" on either side gives way to the other's value. A contradicted field is unknown: nobody can tell which of
+    the two is true.
     """
     values: dict[str, Any] = {}
-    conflict: str | None = None
+    conflicts: list[str] = []
     for field in dataclasses.fields(Fingerprint):
         ours, theirs = getattr(declared, field.name), getattr(reported, field.name)
         if ours in (None, "auto") or theirs in (None, "auto"):
             values[field.name] = ours if theirs in (None, "auto") and ours is not None else theirs
+        elif ours == theirs:
+            values[field.name] = ours
         else:
-            values[field.name] = theirs
-            if ours != theirs and conflict is None:
-                conflict = f"{field.name} is declared as {ours} but the engine reports {theirs}"
-    return Fingerprint(**values), conflict
+            values[field.name] = None
+            conflicts.append(f"{field.name} is declared as {ours} but the engine reports {theirs}")
+    return Fingerprint(**values), tuple(conflicts)
 
 
 def incompatibility(prefill: Fingerprint, decode: Fingerprint) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from disagg_router.connectors.base import one_token_body
 from disagg_router.errors import UpstreamError
@@ -51,6 +51,7 @@ class NixlConnector:
             pair=Pair(prefill.id, decode.id),
             request_id=request_id,
             prefill_incarnation=prefill.incarnation,
+            decode_incarnation=decode.incarnation,
             prefill_engine_id=prefill.engine_id,
             block_size=prefill.fingerprint.block_size,
         )
@@ -76,11 +77,9 @@ class NixlConnector:
     def local_body(self, body: Body, *, load_external: bool) -> Body:
         return body
 
-    def release_body(self, body: Body, handoff: Handoff) -> Body | None:
+    def release_body(self, model: Any, handoff: Handoff) -> Body | None:  # noqa: ANN401 - a body's field as it is
         """A decode request the engine refuses (no tokens asked for) makes it tell the prefill engine to let go."""
-        return {**one_token_body(body), "max_tokens": 0, "kv_transfer_params": handoff.params} | (
-            {"max_completion_tokens": 0} if "max_completion_tokens" in body else {}
-        )
+        return {"model": model, "prompt": [0], "max_tokens": 0, "kv_transfer_params": handoff.params}
 
 
 def _check_blocks(handoff: Handoff, params: Body) -> None:

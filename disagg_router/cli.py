@@ -17,26 +17,23 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg_router import __version__
-from disagg_router.config import (
-    ClusterConfig,
-    check_launchable,
-    cluster_id,
-    instance_specs,
-    load_config,
-)
+from disagg_router.config import ClusterConfig, http_url, load_config
+from disagg_router.controller.cluster import check_launchable, cluster_id, instance_specs
 from disagg_router.controller.processes import die_with_parent
 from disagg_router.controller.state import down as stop
 from disagg_router.controller.state import state_folder
 from disagg_router.errors import ConfigError, DisaggError, LaunchError
 from disagg_router.interfaces import JsonObject
+from disagg_router.listening import bracketed
 from disagg_router.proxy.admin_client import ADMIN_URL, fetch_status
-from disagg_router.serve import OWNER_VARIABLE, ChildEnded, ServePlan, free_port
+from disagg_router.serve import OWNER_VARIABLE, ChildEnded, ServePlan
 from disagg_router.serve import serve as run_serve
 from disagg_router.wiring import (
     Addresses,
     bind,
     check_command,
     connector_of,
+    fleet_source,
     policy_of,
     run_controller_process,
     run_proxy,
@@ -67,19 +64,7 @@ def serve(
 ) -> None:
     """Launch the engines and the router on this host; Ctrl-C stops all of it."""
     config = _checked(cluster)
-    plan = ServePlan(
-        cluster_file=cluster,
-        controller_port=free_port(),
-        public_url=f"http://{host}:{port}",
-        admin_url=f"http://{'127.0.0.1' if admin_host == '0.0.0.0' else admin_host}:{admin_port}",
-        admin_token=config.router.admin_token,
-        proxy_options=(
-            *("--host", host, "--port", str(port), "--admin-host", admin_host, "--admin-port", str(admin_port)),
-        ),
-        instances=sum(pool.instances for pool in config.pools.values()),
-        drain_s=config.limits.drain_s,
-    )
-    _run(run_serve(plan))
+    _run(run_serve(serve_plan(config, cluster, Addresses(host, port, admin_host, admin_port))))
 
 
 @app.command()
@@ -108,8 +93,14 @@ def proxy(
     config = load_config(config_file)
     if controller_url is None and config.fleet is None:
         raise ConfigError(f"{config_file}: fleet is missing: name a controller, a static list or a file")
-    sockets = bind(config, Addresses(host, port, admin_host, admin_port))
-    _run(run_proxy(config, controller_url, sockets))
+    if controller_url is not None:
+        try:
+            controller_url = http_url(controller_url)
+        except ValueError as exc:
+            raise ConfigError(f"--controller {exc}") from exc
+    public, admin = bind(config, Addresses(host, port, admin_host, admin_port))
+    with public, admin:
+        _run(run_proxy(config, controller_url, (public, admin)))
 
 
 @app.command()
@@ -128,13 +119,14 @@ def status(
 @app.command()
 def down(cluster: ClusterFile, as_json: AsJson = False) -> None:
     """Stop this host's controller of the cluster file and everything of its that is left."""
-    load_config(cluster)
-    name = cluster_id(cluster)
+    name = cluster_id(cluster)  # of the path alone: the file may have become wrong or be gone by now
     report = stop(name, state_folder(name))
     if as_json:
         _print_json({"controller_pid": report.controller_pid, "killed": report.killed, "left": report.left})
     else:
         Console().print(report.sentence(), highlight=False)
+    if report.controller_pid is None and not report.killed and not os.path.exists(cluster):
+        sys.stderr.write(f"there is no file {cluster}: is it the path that was started?\n")
     if report.left:
         raise LaunchError(f"processes {list(report.left)} could not be killed: see who owns them")
 
@@ -171,7 +163,9 @@ def main() -> None:
     except ConfigError as exc:
         _fail(str(exc), 2)
     except ChildEnded as exc:
-        sys.exit(exc.status if exc.status in (1, 2) else 1)  # the child has said why
+        if exc.explained:
+            sys.exit(exc.status)
+        _fail(str(exc), 1)
     except DisaggError as exc:
         _fail(str(exc), 1)
     except (KeyboardInterrupt, typer.Abort):
@@ -181,6 +175,25 @@ def main() -> None:
 def _fail(message: str, status: int) -> None:
     sys.stderr.write(f"error: {message}\n")
     sys.exit(status)
+
+
+def serve_plan(config: ClusterConfig, cluster: str, at: Addresses) -> ServePlan:
+    own_admin_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(at.admin_host, at.admin_host)
+    return ServePlan(
+        cluster_file=cluster,
+        cluster=cluster_id(cluster),
+        public_url=f"http://{bracketed(at.host)}:{at.port}",
+        admin_url=f"http://{bracketed(own_admin_host)}:{at.admin_port}",
+        admin_token=config.router.admin_token,
+        proxy_options=(
+            *("--host", at.host, "--port", str(at.port)),
+            *("--admin-host", at.admin_host, "--admin-port", str(at.admin_port)),
+        ),
+        instances=sum(pool.instances for pool in config.pools.values()),
+        drain_s=config.limits.drain_s,
+        stop_grace_s=config.engine.stop_grace_s,
+        ready_limit_s=config.engine.start_limit_s + 60,  # the controller, which knows more, is to give up first
+    )
 
 
 def _checked(cluster: str) -> ClusterConfig:
@@ -194,6 +207,8 @@ def _check_parts(config: ClusterConfig, cluster: str) -> None:
     """What only the parts themselves know to be wrong. Raises ConfigError."""
     policy_of(config)
     connector = connector_of(config)
+    if config.fleet is not None:
+        fleet_source(config, None, connector)
     for spec in instance_specs(config, cluster_id(cluster)):
         check_command(spec, connector)
 

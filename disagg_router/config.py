@@ -6,10 +6,8 @@ Every mistake is a ConfigError of one sentence with the key's path in it; an unk
 from __future__ import annotations
 
 import difflib
-import hashlib
 import os
-import shutil
-import sys
+import re
 from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal, Self, get_args
@@ -29,19 +27,26 @@ from pydantic import (
 )
 
 from disagg_router.errors import ConfigError
-from disagg_router.model import InstanceId, InstanceSpec, Role, Slo
+from disagg_router.model import Role, Slo
 
 ArgValue = str | int | float | bool | list[str | int | float] | dict[str, Any] | None
 
 
-def _http_url(value: str) -> str:
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
+def http_url(value: str) -> str:
+    """`value` without a trailing slash. Raises ValueError unless it is scheme://host[:port] and nothing more."""
+    try:
+        parts = urlsplit(value)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        good = good and parts.path in ("", "/") and not parts.netloc.endswith(":")
+    except ValueError:  # the port is no number or above 65535, or a bracket is missing
+        good = False
+    # In the text itself: urlsplit drops tabs and newlines, and shows an empty query or fragment as none.
+    if not good or re.search(r"[\s@?#]", value):
         raise ValueError(f"{value!r} must look like http://HOST:PORT")
     return value.rstrip("/")
 
 
-HttpUrl = Annotated[str, AfterValidator(_http_url)]
+HttpUrl = Annotated[str, AfterValidator(http_url)]
 
 
 class _Strict(BaseModel):
@@ -123,7 +128,7 @@ class RouterConfig(_Strict):
     health: HealthConfig = HealthConfig()
     stream_resume: bool = True
     allow_path_override: bool = False
-    admin_token: str | None = None
+    admin_token: Annotated[str, Field(min_length=1)] | None = None
 
 
 class LimitsConfig(_Strict):
@@ -155,7 +160,8 @@ class FleetConfig(_Strict):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        if len(self.model_fields_set) != 1:
+        named, given = self.model_fields_set, [value for _, value in self if value is not None]
+        if len(named) != 1 or len(given) != 1:
             raise ValueError(f"must hold exactly one of {', '.join(type(self).model_fields)}")
         return self
 
@@ -259,7 +265,7 @@ def _models_in(annotation: object) -> list[type[BaseModel]]:
 
 def _resolve_paths(config: ClusterConfig, folder: FilePath) -> ClusterConfig:
     model = config.model
-    if model.path and _is_local(model.path):
+    if model.path and is_local(model.path):
         model = model.model_copy(update={"path": _absolute(folder, model.path)})
     engine = config.engine
     if engine.python and os.sep in engine.python:
@@ -270,72 +276,11 @@ def _resolve_paths(config: ClusterConfig, folder: FilePath) -> ClusterConfig:
     return config.model_copy(update={"model": model, "engine": engine, "fleet": fleet})
 
 
-def _is_local(path: str) -> bool:
+def is_local(path: str) -> bool:
+    """Whether a model is named by its folder, and not as on a hub."""
     return path.startswith((".", "/", "~"))
 
 
 def _absolute(folder: FilePath, path: str) -> str:
     # normpath, not resolve(): a venv's python is a symlink that must not be followed.
     return os.path.normpath(folder / FilePath(path).expanduser())
-
-
-# --- what a command needs beyond a well-formed file ---------------------------------------------------------
-
-
-def check_launchable(config: ClusterConfig) -> None:
-    """Everything that can be known to be wrong before anything is started. Raises ConfigError."""
-    if not config.pools:
-        raise ConfigError("pools is empty: name at least one of prefill, decode, unified with its number of instances")
-    roles = set(config.pools)
-    if Role.PREFILL in roles and not roles & {Role.DECODE, Role.UNIFIED}:
-        raise ConfigError("pools has prefill but nothing that decodes: add a decode or unified pool")
-    path = config.model.path
-    if path is None:
-        raise ConfigError("model.path is missing: name the model folder or hub id that the engines load")
-    if _is_local(path) and not (FilePath(path) / "config.json").is_file():
-        raise ConfigError(f"model.path {path} is not a model folder (no config.json in it): correct model.path")
-    python = engine_python(config)
-    if not shutil.which(python):
-        raise ConfigError(f"engine.python {python} is not an executable: correct engine.python or leave it out")
-    for role, pool in config.pools.items():
-        if config.engine.device == "cuda" and pool.gpus == 0:
-            raise ConfigError(f"pools.{role}.gpus is 0 but engine.device is cuda: give each instance at least one GPU")
-        if config.engine.device == "cpu" and pool.gpus:
-            raise ConfigError(f"pools.{role}.gpus is {pool.gpus} but engine.device is cpu: set gpus to 0")
-
-
-def engine_python(config: ClusterConfig) -> str:
-    return config.engine.python or sys.executable
-
-
-def cluster_id(path: str | os.PathLike[str]) -> str:
-    """Names a cluster by its file, so that `down FILE` can prove which processes are its own."""
-    resolved = str(FilePath(path).resolve())
-    return f"{FilePath(resolved).parent.name}-{hashlib.sha256(resolved.encode()).hexdigest()[:10]}"
-
-
-def instance_specs(config: ClusterConfig, cluster: str) -> tuple[InstanceSpec, ...]:
-    """Every instance the file asks for, in a stable order; `check_launchable` has passed."""
-    order = [role for role in (Role.DECODE, Role.PREFILL, Role.UNIFIED) if role in config.pools]
-    members = [(role, i) for role in order for i in range(config.pools[role].instances)]
-    return tuple(_spec(config, cluster, role, i, index) for index, (role, i) in enumerate(members))
-
-
-def _spec(config: ClusterConfig, cluster: str, role: Role, i: int, index: int) -> InstanceSpec:
-    pool, engine = config.pools[role], config.engine
-    return InstanceSpec(
-        id=InstanceId(f"{role}-{i}"),
-        cluster=cluster,
-        role=role,
-        index=index,
-        model=config.model.path or "",
-        served_name=config.model.served_name,
-        revision=config.model.revision,
-        device=engine.device,
-        python=engine_python(config),
-        args={**engine.args, **pool.args},
-        env={**engine.env, **pool.env},
-        gpus=pool.gpus,
-        cpus=engine.cpus if engine.device == "cpu" else None,
-        labels=pool.labels,
-    )

@@ -3,10 +3,14 @@
 DisaggError
 ├── ConfigError            exit 2: a file, key or value the operator must change
 ├── LaunchError            exit 1: something could not be started, or was lost
+├── PairTestFailed         why a pair must not carry traffic
 └── RequestError           becomes an OpenAI-shaped answer with `status` and `code`
     ├── BadRequest             400 bad_request
-    ├── ContextTooLong         400 context_too_long
-    ├── BodyTooLarge           413 bad_request
+    │   ├── NotServed          404
+    │   ├── WrongMethod        405
+    │   ├── SlowBody           408
+    │   └── BodyTooLarge       413
+    ├── Unauthorized           401 unauthorized
     ├── ModelNotFound          404 model_not_found
     ├── QueueFull              429 queue_full
     ├── NoDecodeInstance       503 no_decode_instance
@@ -56,6 +60,10 @@ class LaunchError(DisaggError):
     """Something could not be started or was lost: one sentence. The CLI exits with 1."""
 
 
+class PairTestFailed(DisaggError):
+    """Why a pair must not carry traffic: one line."""
+
+
 class RequestError(DisaggError):
     """An answer other than 200 that the router itself gives.
 
@@ -77,13 +85,25 @@ class BadRequest(RequestError):
     code = ErrorCode.BAD_REQUEST
 
 
-class ContextTooLong(RequestError):
-    status = 400
-    code = ErrorCode.CONTEXT_TOO_LONG
+class NotServed(BadRequest):
+    status = 404
+
+
+class WrongMethod(BadRequest):
+    status = 405
+
+
+class SlowBody(BadRequest):
+    status = 408
 
 
 class BodyTooLarge(BadRequest):
     status = 413
+
+
+class Unauthorized(RequestError):
+    status = 401
+    code = ErrorCode.UNAUTHORIZED
 
 
 class ModelNotFound(RequestError):

@@ -80,8 +80,11 @@ class KVConnector(Protocol):
 
     def local_body(self, body: Body, *, load_external: bool) -> Body: ...
 
-    def release_body(self, body: Body, handoff: Handoff) -> Body | None:
-        """A request that makes the prefill engine free the blocks at once; None where only the lease frees them."""
+    def release_body(self, model: Any, handoff: Handoff) -> Body | None:  # noqa: ANN401 - a body's field as it is
+        """A completions request that makes the prefill engine free the blocks at once; None where only the lease does.
+
+        Of the client's request it holds the model's name only: another field might be what an engine refused.
+        """
         ...
 
 
@@ -131,7 +134,6 @@ class EngineReport:
 
     fingerprint: Fingerprint
     served_models: tuple[str, ...]
-    max_model_len_tokens: int | None
     model_cards: tuple[JsonObject, ...]
     incarnation: str | None  # changes when the process is another one; None where it cannot be told
 

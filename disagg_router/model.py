@@ -44,6 +44,7 @@ class Reason(StrEnum):
     LONG_PROMPT = "long_prompt"
     SHORT_PROMPT = "short_prompt"
     NO_PREFILL = "no_prefill"  # no tested pair leads to the decode target
+    NOT_COUNTED = "not_counted"  # the tokenizer failed, so nobody knows how long the prompt is
     NOT_SPLITTABLE = "not_splittable"  # the request's shape must stay whole on one instance
     FORCED = "forced"
 
@@ -183,7 +184,7 @@ class InferenceRequest:
     excluded: frozenset[Target] = frozenset()
 
     def uncached_tokens(self, target: Target) -> int:
-        """Prompt tokens `target` would have to compute; 0 when the count is unknown."""
+        """Prompt tokens `target` would have to compute; 0 when nobody counted them."""
         return max(0, (self.prompt_tokens or 0) - self.cached_tokens.get(target, 0))
 
 
@@ -209,6 +210,7 @@ class Handoff:
     pair: Pair
     request_id: str
     prefill_incarnation: str
+    decode_incarnation: str
     prefill_engine_id: str | None
     block_size: int | None
     params: Mapping[str, Any] = field(default_factory=dict)

@@ -13,16 +13,18 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 
-from disagg_router.config import ClusterConfig, FleetConfig, StaticInstance, instance_specs
+from disagg_router.config import ClusterConfig, FleetConfig, StaticInstance
 from disagg_router.connectors.compatibility import fingerprint_from_args, same_arithmetic
 from disagg_router.connectors.registry import build_connector, connector_id
+from disagg_router.controller.cluster import instance_specs
 from disagg_router.controller.run import ControllerParts, run_controller
 from disagg_router.controller.spec import build_command
 from disagg_router.engines.client import VllmClient
 from disagg_router.engines.connection import UpstreamLimits
 from disagg_router.engines.selftest import self_test
 from disagg_router.errors import ConfigError, UpstreamTimeout
-from disagg_router.interfaces import FleetSource, KVConnector, PathPolicy
+from disagg_router.interfaces import Clock, FleetSource, KVConnector, PairTest, PathPolicy
+from disagg_router.listening import Listener, listen
 from disagg_router.model import EngineAddress, Fingerprint, Instance, InstanceSpec
 from disagg_router.observability.metrics import Metrics
 from disagg_router.observability.requests import RequestRecorder
@@ -32,7 +34,7 @@ from disagg_router.proxy.admin import admin_app
 from disagg_router.proxy.app import public_app
 from disagg_router.proxy.openai import parse_call
 from disagg_router.proxy.relay import RoutedEndpoint
-from disagg_router.proxy.server import Listener, listen, run_router
+from disagg_router.proxy.server import run_router
 from disagg_router.routing.brain import Brain
 from disagg_router.routing.clock import MonotonicClock
 from disagg_router.routing.leases import LeaseBook
@@ -86,7 +88,8 @@ def check_command(spec: InstanceSpec, connector: KVConnector) -> None:
 def run_controller_process(config: ClusterConfig, cluster: str, host: str, port: int) -> None:
     """The controller process, until a signal. Raises ConfigError, LaunchError."""
     # Ray takes most of a second to import, and only this process needs it.
-    from disagg_router.controller.ray_launcher import RayLauncher, RaySession  # noqa: PLC0415
+    from disagg_router.controller.ray_launcher import RayLauncher  # noqa: PLC0415
+    from disagg_router.controller.ray_session import RaySession  # noqa: PLC0415
 
     connector = connector_of(config)
 
@@ -118,28 +121,20 @@ def build_router(config: ClusterConfig, controller_url: str | None = None) -> Ro
     """`controller_url` takes the place of the file's `fleet`. Raises ConfigError."""
     clock = MonotonicClock()
     connector, policy = connector_of(config), policy_of(config)
-    limits, health = config.limits, config.router.health
+    limits = config.limits
     client = VllmClient(
         UpstreamLimits(connect_s=limits.connect_s, first_byte_s=limits.first_byte_s, idle_s=limits.idle_s),
-        health_s=health.timeout_s,
+        health_s=config.router.health.timeout_s,
     )
-
-    async def test_pair(prefill: Instance, decode: Instance) -> None:
-        await self_test(
-            client,
-            connector,
-            prefill,
-            decode,
-            served_name=config.model.served_name,
-            salt=secrets.token_hex(8),  # nothing of an earlier test may be cached on either side
-            exact=same_arithmetic(prefill.fingerprint, decode.fingerprint),
-            clock=clock,
-        )
-
-    source = _fleet_source(config, controller_url, connector)
-    brain = Brain(source, client, test_pair, served_name=config.model.served_name, health=health, clock=clock)
-    metrics = Metrics()
-    leases = LeaseBook()
+    brain = Brain(
+        fleet_source(config, controller_url, connector),
+        client,
+        _pair_test(config, connector, client, clock),
+        served_name=config.model.served_name,
+        health=config.router.health,
+        clock=clock,
+    )
+    metrics, leases = Metrics(), LeaseBook()
     legs = Legs(
         connector=connector,
         client=client,
@@ -162,6 +157,30 @@ def build_router(config: ClusterConfig, controller_url: str | None = None) -> Ro
         rng=random.Random(),
     )
     metrics.watch(lambda: brain.fleet, leases)
+    public, admin = _apps(config, router, brain, metrics, clock)
+    return RouterParts(router=router, brain=brain, client=client, public=public, admin=admin)
+
+
+def _pair_test(config: ClusterConfig, connector: KVConnector, client: VllmClient, clock: Clock) -> PairTest:
+    async def test_pair(prefill: Instance, decode: Instance) -> None:
+        await self_test(
+            client,
+            connector,
+            prefill,
+            decode,
+            served_name=config.model.served_name,
+            salt=secrets.token_hex(8),  # nothing of an earlier test may be cached on either side
+            exact=same_arithmetic(prefill.fingerprint, decode.fingerprint),
+            clock=clock,
+        )
+
+    return test_pair
+
+
+def _apps(
+    config: ClusterConfig, router: Router, brain: Brain, metrics: Metrics, clock: Clock
+) -> tuple[FastAPI, FastAPI]:
+    """The public and the admin application."""
     parse = functools.partial(
         parse_call,
         served_name=config.model.served_name,
@@ -172,19 +191,12 @@ def build_router(config: ClusterConfig, controller_url: str | None = None) -> Ro
         router,
         parse,
         RequestRecorder(metrics),
-        body_limit_bytes=int(limits.body_mb * 2**20),
-        body_idle_s=limits.idle_s,
+        body_limit_bytes=int(config.limits.body_mb * 2**20),
+        body_idle_s=config.limits.idle_s,
         clock=clock,
     )
-    return RouterParts(
-        router=router,
-        brain=brain,
-        client=client,
-        public=public_app(
-            endpoint, fleet=lambda: brain.fleet, draining=lambda: router.draining, models=brain.model_cards
-        ),
-        admin=admin_app(router, parse, metrics, fleet=lambda: brain.fleet, token=config.router.admin_token),
-    )
+    public = public_app(endpoint, fleet=lambda: brain.fleet, draining=lambda: router.draining, models=brain.model_cards)
+    return public, admin_app(router, parse, metrics, fleet=lambda: brain.fleet, token=config.router.admin_token)
 
 
 def bind(config: ClusterConfig, at: Addresses) -> tuple[socket.socket, socket.socket]:
@@ -211,7 +223,9 @@ async def run_proxy(
         await parts.client.close()
 
 
-def _fleet_source(config: ClusterConfig, controller_url: str | None, connector: KVConnector) -> FleetSource:
+def fleet_source(config: ClusterConfig, controller_url: str | None, connector: KVConnector) -> FleetSource:
+    """Raises ConfigError when two instances of the file's list share a url or an id."""
+
     def describe(entry: StaticInstance) -> Fingerprint:
         if entry.args is None and not config.engine.args:
             return Fingerprint()  # nobody said how it was started

@@ -14,10 +14,11 @@ def pick_decode(request: InferenceRequest, view: ClusterView) -> TargetView:
     return _least_loaded(able, request)
 
 
-def pick_pair(request: InferenceRequest, view: ClusterView) -> tuple[TargetView, TargetView] | None:
-    """The least loaded decode target that a tested pair leads to, and its least loaded prefill."""
-    if not request.splittable:
-        return None
+def pick_pair(
+    request: InferenceRequest, view: ClusterView, decode: TargetView | None = None
+) -> tuple[TargetView, TargetView] | None:
+    """The least loaded prefill of `decode`; without one (or where no tested pair leads to it) that of the least
+    loaded decode target that has a prefill."""
     usable = [t for t in view.targets if t.target not in request.excluded]
     prefills = [t for t in usable if t.role.prefills]
 
@@ -25,23 +26,29 @@ def pick_pair(request: InferenceRequest, view: ClusterView) -> tuple[TargetView,
         instance = decode.target.instance
         return [p for p in prefills if Pair(p.target.instance, instance) in view.pairs]
 
-    able = [t for t in usable if t.role.decodes and partners(t)]
-    if not able:
-        return None
-    decode = _least_loaded(able, request)
+    if decode is None or not partners(decode):
+        able = [t for t in usable if t.role.decodes and partners(t)]
+        if not able:
+            return None
+        decode = _least_loaded(able, request)
     return _least_loaded(partners(decode), request), decode
 
 
 def remote(
-    request: InferenceRequest, view: ClusterView, reason: Reason, terms: dict[str, float] | None = None
+    request: InferenceRequest,
+    view: ClusterView,
+    reason: Reason,
+    terms: dict[str, float] | None = None,
+    decode: TargetView | None = None,
 ) -> Decision:
-    """Prefill elsewhere, or local with the reason why that cannot be."""
-    pair = pick_pair(request, view)
-    if pair is not None:
-        prefill, decode = pair
-        return Decision(Path.REMOTE_PREFILL, decode.target, reason, prefill.target, terms or {})
-    why = Reason.NO_PREFILL if request.splittable else Reason.NOT_SPLITTABLE
-    return local(request, view, why, terms)
+    """Prefill elsewhere, or local with the reason why that cannot be. `decode` is the target that was judged."""
+    if not request.splittable:
+        return local(request, view, Reason.NOT_SPLITTABLE, terms)
+    pair = pick_pair(request, view, decode)
+    if pair is None:
+        return local(request, view, Reason.NO_PREFILL, terms)
+    prefill, decode = pair
+    return Decision(Path.REMOTE_PREFILL, decode.target, reason, prefill.target, terms or {})
 
 
 def local(

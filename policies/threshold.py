@@ -21,8 +21,14 @@ class Threshold:
         self._tokens = tokens
 
     def decide(self, request: InferenceRequest, view: ClusterView) -> Decision:
-        uncached_tokens = request.uncached_tokens(pick_decode(request, view).target)
+        if not request.splittable:
+            return local(request, view, Reason.NOT_SPLITTABLE)
+        decode = pick_decode(request, view)
+        if request.prompt_tokens is None and self._tokens:
+            return local(request, view, Reason.NOT_COUNTED)
+        uncached_tokens = request.uncached_tokens(decode.target)
         terms = {"uncached_tokens": float(uncached_tokens)}
         if self._tokens is None or uncached_tokens < self._tokens:
             return local(request, view, Reason.SHORT_PROMPT, terms)
-        return remote(request, view, Reason.LONG_PROMPT, terms | {"threshold_tokens": float(self._tokens)})
+        terms["threshold_tokens"] = float(self._tokens)
+        return remote(request, view, Reason.LONG_PROMPT, terms, decode)

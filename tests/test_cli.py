@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,9 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from disagg_router.cli import main
-from disagg_router.config import cluster_id
-from tests.e2e.serving import COMMAND, ROOT, environment, marked
+from disagg_router.cli import main, serve_plan
+from disagg_router.config import load_config
+from disagg_router.controller.cluster import cluster_id
+from disagg_router.wiring import Addresses
+from tests.e2e.serving import (
+    COMMAND,
+    ROOT,
+    command_line,
+    descendants,
+    environment,
+    free_port,
+    marked,
+    nothing_left_of,
+)
 
 GOOD = """
 model: {{path: {model}, served_name: tiny}}
@@ -52,6 +64,10 @@ def inside(monkeypatch, capsys):
         return end.value.code, shown.out, shown.err.splitlines()
 
     return inside
+
+
+def own_ports() -> list[str]:
+    return ["--port", str(free_port()), "--admin-port", str(free_port())]
 
 
 def change(folder: Path, old: str, new: str) -> str:
@@ -108,6 +124,11 @@ def test_the_exit_code_is_the_processes_own(folder):
             ["proxy", "{folder}/cluster.yaml", "--controller", "http://127.0.0.1:1", "--admin-host", "0.0.0.0"],
             "admin_token",
         ),
+        (
+            ["proxy", "{folder}/cluster.yaml", "--controller", "127.0.0.1:8100"],
+            "--controller '127.0.0.1:8100' must look like http://HOST:PORT",
+        ),
+        (["proxy", "{folder}/cluster.yaml", "--controller", "http://h:99999"], "--controller 'http://h:99999' must"),
     ],
 )
 def test_wrong_use_is_exit_code_2_and_one_line(folder, inside, words, says):
@@ -134,6 +155,72 @@ def test_a_port_in_use_is_said_before_any_engine_starts(folder, command, option)
         in done.stderr
     )
     assert marked(cluster_id(folder / "cluster.yaml")) == []
+
+
+@pytest.mark.parametrize(
+    ("host", "public_url", "admin_url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:1", "http://127.0.0.1:2"),
+        ("0.0.0.0", "http://0.0.0.0:1", "http://127.0.0.1:2"),
+        ("::1", "http://[::1]:1", "http://[::1]:2"),
+        ("::", "http://[::]:1", "http://[::1]:2"),
+    ],
+)
+def test_the_urls_that_serve_shows_and_asks(folder, host, public_url, admin_url):
+    """The limits are the file's own."""
+    change(folder, "device: cpu", "device: cpu, start_limit_s: 100, stop_grace_s: 7")
+    path = str(folder / "cluster.yaml")
+    plan = serve_plan(load_config(path), path, Addresses(host, 1, host, 2))
+    assert (plan.public_url, plan.admin_url) == (public_url, admin_url)
+    assert (plan.ready_limit_s, plan.stop_grace_s, plan.cluster) == (160, 7, cluster_id(path))
+
+
+def test_the_controllers_port_in_use_is_wrong_use_too(folder):
+    """The same sentence, before Ray is asked for anything."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run(folder, "controller", str(folder / "cluster.yaml"), "--port", str(port))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: cannot listen on 127.0.0.1:{port} (Address already in use): choose another with --port\n"
+    )
+
+
+def test_a_router_that_is_killed(folder):
+    """`serve` ends with 1 and one line that says so; the controller that was starting ends with it."""
+    path = str(folder / "cluster.yaml")
+    command = [*COMMAND, "serve", path, *own_ports()]
+    with nothing_left_of(cluster_id(path)):
+        process = subprocess.Popen(command, env=environment(folder), stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 20
+        while not (routers := [pid for pid in descendants(process.pid) if " proxy " in command_line(pid)]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(routers[0], signal.SIGKILL)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1] == (
+        "error: the router was killed by SIGKILL, so everything was stopped: start again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fleet", "says"),
+    [
+        ("{url: 'http://h:1', role: decode}, {url: 'http://h:1/', role: prefill}", "two instances have the"),
+        ("{url: 'http://h:1', role: decode, id: a}, {url: 'http://h:2', role: prefill, id: a}", "have the id a"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check-config", "proxy"])
+def test_a_list_that_names_an_instance_twice(tmp_path, inside, command, fleet, says):
+    """check-config knows what proxy knows."""
+    path = tmp_path / "proxy.yaml"
+    path.write_text(f"model: {{served_name: t}}\nfleet: {{static: [{fleet}]}}\n", encoding="utf-8")
+    ports = own_ports() if command == "proxy" else []
+    code, out, [line] = inside(command, str(path), *ports)
+    assert (code, out) == (2, "")
+    assert line.startswith("error: fleet.static: two instances")
+    assert says in line
 
 
 def test_a_good_file_is_exit_code_0(folder):
@@ -167,13 +254,32 @@ def test_down_of_nothing_is_exit_code_0(folder):
     assert shown == {"controller_pid": None, "killed": [], "left": []}
 
 
+@pytest.mark.parametrize("text", ["pool: {}", "a: [", None])
+def test_down_needs_no_more_than_the_path(folder, text):
+    """A file that became wrong, or is gone, must not keep its engines alive."""
+    path = folder / "cluster.yaml"
+    env = environment(folder) | {"DISAGG_ROUTER_INSTANCE": f"{cluster_id(path)}/decode-0/1"}
+    engine = subprocess.Popen(["sleep", "600"], env=env)
+    path.unlink() if text is None else path.write_text(text, encoding="utf-8")
+    done = run(folder, "down", str(path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "killed 1 process(es) that were left\n", "")
+    assert engine.wait() == -signal.SIGKILL
+
+
+def test_down_of_a_path_that_never_was(folder):
+    """Good, since nothing runs, but a slip of the pen is pointed out."""
+    done = run(folder, "down", str(folder / "clutser.yaml"))
+    assert (done.returncode, done.stdout) == (0, "nothing of this cluster was running here\n")
+    assert done.stderr == f"there is no file {folder}/clutser.yaml: is it the path that was started?\n"
+
+
 @pytest.mark.engine
 def test_an_engine_that_dies_while_loading(folder):
     """One sentence, the end of its log, exit code 1, nothing left."""
     change(folder, "  prefill: {instances: 1}\n", "")
     path = change(folder, "block-size: 32", "block-size: 32, no-such-flag: 1")
     start = time.monotonic()
-    done = run(folder, "serve", path, "--port", free_port(), "--admin-port", free_port(), limit_s=120)
+    done = run(folder, "serve", path, *own_ports(), limit_s=120)
     assert (done.returncode, done.stdout) == (1, "")
     assert "ended while loading (exited with code 2); its log ends with:" in done.stderr
     assert "unrecognized arguments: --no-such-flag" in done.stderr
@@ -185,9 +291,7 @@ def test_an_engine_that_dies_while_loading(folder):
 def test_a_ray_address_that_does_not_answer(folder):
     """Said within 20 s, exit code 1, nothing left; ray.init alone would try for minutes."""
     path = str(folder / "cluster.yaml")
-    done = run(
-        folder, "serve", path, "--port", free_port(), "--admin-port", free_port(), limit_s=40, RAY_ADDRESS="127.0.0.1:1"
-    )
+    done = run(folder, "serve", path, *own_ports(), limit_s=40, RAY_ADDRESS="127.0.0.1:1")
     assert (done.returncode, done.stdout) == (1, "")
     assert "answers at RAY_ADDRESS=127.0.0.1:1" in done.stderr
     assert marked(cluster_id(path)) == []
@@ -198,7 +302,7 @@ def test_a_ray_address_that_does_not_answer(folder):
 def test_ctrl_c_while_engines_load(folder):
     """Ends it, with nothing left, and without a traceback."""
     path = str(folder / "cluster.yaml")
-    command = [*COMMAND, "serve", path, "--port", free_port(), "--admin-port", free_port()]
+    command = [*COMMAND, "serve", path, *own_ports()]
     process = subprocess.Popen(command, env=environment(folder), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not any(
@@ -211,12 +315,6 @@ def test_ctrl_c_while_engines_load(folder):
     assert process.returncode == 0
     assert "Traceback" not in errors
     assert marked(cluster_id(path)) == []
-
-
-def free_port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])
 
 
 def test_the_command_is_installed():

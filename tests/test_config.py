@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from disagg_router.config import check_launchable, cluster_id, instance_specs, load_config
+from disagg_router.config import http_url, load_config
+from disagg_router.controller.cluster import check_launchable, cluster_id, instance_specs
 from disagg_router.errors import ConfigError
 from disagg_router.model import Role
 
@@ -76,6 +77,10 @@ def test_the_whole_file_as_documented(load, tmp_path):
         ),
         ("model: {served_name: t}\nfleet: nowhere", "fleet: input should be a valid dictionary"),
         ("model: {served_name: t}\nfleet: {}", "exactly one of controller, static, file"),
+        ("model: {served_name: t}\nfleet: {controller: null}", "exactly one of controller, static, file"),
+        ("model: {served_name: t}\nfleet: {static: null}", "exactly one of controller, static, file"),
+        ("model: {served_name: t}\nfleet: {file: null}", "exactly one of controller, static, file"),
+        ("model: {served_name: t}\nrouter: {admin_token: ''}", "router.admin_token: string should have at least 1"),
         ("model: {served_name: t}\nmodel: {served_name: u}", "the key 'model' stands twice"),
         ("model: {served_name: t}\nlimits: {idle_s: -1}", "limits.idle_s"),
         ("a: [", "is not valid YAML"),
@@ -88,6 +93,51 @@ def test_a_mistake_is_one_sentence_with_its_key(load, text, says):
     with pytest.raises(ConfigError, match=says) as caught:
         load(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            "localhost:1",
+            "ftp://h:1",
+            "http://",
+            "http://:1",
+            "http://h:",
+            "http://h:x",
+            "http://h:0",
+            "http://h:65536",
+        ),
+        *(
+            "http://h:-1",
+            "http://[::1:1",
+            "http://u@h:1",
+            "http://u:p@h:1",
+            "http://h:1/v1",
+            "http://h:1?",
+            "http://h:1#",
+        ),
+        *(
+            "http://h:1?a=b",
+            "http://h:1#a",
+            " http://h:1",
+            "http://h:1 ",
+            "http://h h:1",
+            "http://h\n:1",
+            "http://h\t:1",
+        ),
+    ],
+)
+def test_what_is_no_url_of_a_server(url):
+    """Found where it is read, not by an HTTP client minutes later."""
+    with pytest.raises(ValueError, match="must look like http://HOST:PORT"):
+        http_url(url)
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "https://h", "http://127.0.0.1:65535", "http://[::1]:1"])
+def test_what_is_one(url):
+    """With or without the last slash, which goes."""
+    assert (http_url(url), http_url(f"{url}/")) == (url, url)
 
 
 def test_a_missing_file_and_a_binary_file_are_named(tmp_path):

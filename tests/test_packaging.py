@@ -25,12 +25,12 @@ LINKED = ("connectors", "policies")  # top-level folders that import as disagg_r
 RANKS = (
     ("", "errors"),  # "" is disagg_router/__init__.py
     ("model",),
-    ("interfaces", "config"),
+    ("interfaces", "config", "listening"),
     ("policies", "connectors", "cost", "controller.reconcile"),
     ("routing",),
     ("routing.router", "controller", "observability"),
     ("sim",),
-    ("planner",),
+    ("planner", "controller.ray_session"),
     ("proxy", "engines", "controller.ray_launcher", "bench"),
     ("wiring",),
     ("serve",),
@@ -40,7 +40,7 @@ RANKS = (
 
 # Each outside world has one door.
 DOORS = {
-    "ray": ("controller.ray_launcher",),
+    "ray": ("controller.ray_launcher", "controller.ray_session"),
     "vllm": ("connectors.engine_side",),
     "lmcache": ("connectors.engine_side",),
     "nixl": ("connectors.engine_side",),
@@ -48,7 +48,7 @@ DOORS = {
     "httpx": ("engines", "routing.sources", "proxy.admin_client"),
     "fastapi": ("proxy", "controller", "wiring"),
     "starlette": ("proxy", "controller"),
-    "uvicorn": ("proxy", "controller"),
+    "uvicorn": ("listening",),
 }
 
 

@@ -56,7 +56,7 @@ class EngineHost:
         self._ended = threading.Event()
         self._note = ""
 
-    def reserve(self, host: str, spans: Sequence[int]) -> EngineAddress:
+    def reserve(self, host: str) -> EngineAddress:
         """Ports on `host`. Whatever an earlier incarnation of this instance left on the node is ended first.
 
         Raises LaunchError.
@@ -64,7 +64,7 @@ class EngineHost:
         left = kill_marked(f"{self._spec.cluster}/{self._spec.id}", _KILL_LIMIT_S)
         if left:
             raise LaunchError(f"processes {left} of an earlier {self._spec.id} on {host} cannot be killed: see why")
-        self._lease = PortAllocator(random.Random()).lease(spans)
+        self._lease = PortAllocator(random.Random()).lease(4)
         return EngineAddress(host, *self._lease.ports)
 
     def spawn(self, command: EngineCommand) -> None:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from disagg_router.controller.feed import FleetFeed
 from disagg_router.controller.reconcile import Limits, Memory, World, reconcile
-from disagg_router.controller.spec import bracketed
 from disagg_router.errors import DisaggError, LaunchError
 from disagg_router.interfaces import Action, Clock, Launcher, Observed, Start, Stop
+from disagg_router.listening import bracketed
 from disagg_router.model import EngineAddress, Fingerprint, Instance, InstanceId, InstanceSpec, InstanceState
 
 _LOG_LINES = 20
@@ -115,7 +115,6 @@ class Controller:
         for seen in self._seen.values():
             seen.state = InstanceState.DRAINING
         self._publish()
-        self._feed.close()
         for one in self._with_pending(tuple(await self._launcher.observe())):
             self._act(Stop(one.id, one.incarnation))
         if self._acting:

@@ -10,7 +10,6 @@ import fcntl
 import os
 import random
 import socket
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from disagg_router.errors import LaunchError
@@ -23,14 +22,15 @@ LOCK_FOLDER = "/tmp/disagg-router-ports"
 
 @dataclass(frozen=True, slots=True)
 class PortLease:
-    """`ports` holds the first of each run asked for; `fds` are to be handed to whoever keeps the lease alive."""
+    """`fds` are to be handed to whoever keeps the lease alive."""
 
     ports: tuple[int, ...]
     fds: tuple[int, ...]
 
     def close(self) -> None:
         """Give up this process's share; the lease lives on in processes that inherited the descriptors."""
-        _close(self.fds)
+        for fd in self.fds:
+            os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,40 +42,25 @@ class PortAllocator:
     last: int = LAST_PORT
     folder: str = LOCK_FOLDER
 
-    def lease(self, spans: Sequence[int]) -> PortLease:
-        """One run of consecutive ports for each span. Raises LaunchError when the range has no room."""
+    def lease(self, count: int) -> PortLease:
+        """That many ports. Raises LaunchError when the range has no room."""
         _make_folder(self.folder)
         start = self.rng.randint(self.first, self.last)
-        candidates = iter((*range(start, self.last + 1), *range(self.first, start)))
-        fds: list[int] = []
-        try:
-            ports = tuple(self._run(span, candidates, fds) for span in spans)
-        except BaseException:
-            _close(fds)
-            raise
-        return PortLease(ports, tuple(fds))
-
-    def _run(self, span: int, candidates: Iterator[int], held: list[int]) -> int:
-        """The first of `span` consecutive ports; their locks are added to `held`."""
-        run: list[int] = []
-        first = self.first
-        for port in candidates:
+        held: dict[int, int] = {}
+        for port in (*range(start, self.last + 1), *range(self.first, start)):
+            if len(held) == count:
+                break
             fd = self._try(port)
-            if fd is None or (run and port != first + len(run)):
-                _close(run)  # also when the candidates wrapped around: a run has no gap
-                run.clear()
-            if fd is None:
-                continue
-            first = first if run else port
-            run.append(fd)
-            if len(run) == span:
-                held += run
-                return first
-        _close(run)
-        raise LaunchError(
-            f"no {span} free port(s) in a row between {self.first} and {self.last} on {socket.gethostname()}: "
-            "stop what holds them"
-        )
+            if fd is not None:
+                held[port] = fd
+        lease = PortLease(tuple(held), tuple(held.values()))
+        if len(held) < count:
+            lease.close()
+            raise LaunchError(
+                f"no {count} free port(s) between {self.first} and {self.last} on {socket.gethostname()}: "
+                "stop what holds them"
+            )
+        return lease
 
     def _try(self, port: int) -> int | None:
         # O_NOFOLLOW: the folder is open to all users of the host.
@@ -93,11 +78,6 @@ class PortAllocator:
             return fd
         os.close(fd)
         return None
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _bindable(port: int) -> bool:

@@ -1,17 +1,11 @@
-"""Everything that is Ray: the connection, and one actor with its own placement group per instance."""
+"""The launcher on Ray: one actor with its own placement group per instance."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import os
-import secrets
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,50 +16,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from disagg_router.controller.engine_host import EngineHost, HostEnd, HostSettings, log_path, log_tail, reachable_host
-from disagg_router.controller.processes import descendants, find, marker, name
-from disagg_router.controller.spec import port_spans
-from disagg_router.errors import ConfigError, DisaggError, LaunchError
+from disagg_router.controller.ray_session import RaySession, first_line
+from disagg_router.errors import DisaggError, LaunchError
 from disagg_router.interfaces import Action, CommandBuilder, Observed, Start, Stop
 from disagg_router.model import EngineAddress, InstanceId, InstanceSpec
 
 T = TypeVar("T")
 
-_CONNECT_LIMIT_S = 3.0
-_PROBE_LIMIT_S = 15.0
 _ACTOR_LIMIT_S = 60.0  # a worker process on a loaded node takes seconds to come up
-_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; only small messages go through it
-
-
-@dataclass(frozen=True, slots=True)
-class RaySession:
-    """A connection to Ray. `lifelines`: processes of this host that it hangs on."""
-
-    own: bool
-    lifelines: tuple[int, ...]
-
-    @staticmethod
-    def connect(cluster: str, cpus: int, environ: Mapping[str, str] = os.environ) -> RaySession:
-        """Join the Ray that RAY_ADDRESS names, else start one for `cpus` instances.
-
-        Blocks for seconds. To be called in the main thread: the kernel ends the Ray processes together with the
-        thread that started them. Raises ConfigError, LaunchError.
-        """
-        address = environ.get("RAY_ADDRESS", "")
-        if address and address != "local":
-            _probe(address)
-            _init({"address": address})
-            return RaySession(own=False, lifelines=tuple(_local_raylet()))
-        with _environ(marker(cluster, "ray", str(os.getpid())) | _own_ray_env()):
-            _init(
-                {
-                    "address": "local",
-                    "num_cpus": max(cpus, os.cpu_count() or 1),
-                    "include_dashboard": False,
-                    "object_store_memory": _OBJECT_STORE_BYTES,
-                }
-            )
-        head = [pid for pid in descendants(os.getpid()) if name(pid) == "gcs_server"]
-        return RaySession(own=True, lifelines=(*_local_raylet(), *head))
 
 
 @dataclass(slots=True)
@@ -86,10 +44,10 @@ class _Engine:
 class _Host(EngineHost):
     """EngineHost as an actor: adds the one thing that only Ray knows."""
 
-    def reserve_on(self, own_ray: bool, peer_ips: Sequence[str], spans: Sequence[int]) -> EngineAddress:
+    def reserve_on(self, own_ray: bool, peer_ips: Sequence[str]) -> EngineAddress:
         # A Ray of our own never has a second node, so nothing needs to be reachable from outside.
         host = "127.0.0.1" if own_ray else reachable_host(_node_ip(), peer_ips)
-        return self.reserve(host, spans)
+        return self.reserve(host)
 
 
 class RayLauncher:
@@ -134,7 +92,7 @@ class RayLauncher:
                 raise
             except Exception as exc:  # a placement group that was removed meanwhile is a bare Exception of Ray's
                 await self._stop(engine)
-                raise LaunchError(f"{action.spec.id} could not be started: {_first_line(exc)}") from exc
+                raise LaunchError(f"{action.spec.id} could not be started: {first_line(exc)}") from exc
         elif isinstance(action, Stop) and (found := self._engines.get(action.incarnation)):
             await self._stop(found)
 
@@ -167,7 +125,7 @@ class RayLauncher:
             .remote(spec, engine.incarnation, self._settings)
         )
         peers = [node["NodeManagerAddress"] for node in _alive_nodes()]
-        reserve = engine.actor.reserve_on.remote(self._session.own, peers, port_spans(spec))
+        reserve = engine.actor.reserve_on.remote(self._session.own, peers)
         address: EngineAddress = _get(reserve, _ACTOR_LIMIT_S)
         engine.address = address
         self._check_wanted(engine)
@@ -249,10 +207,6 @@ def _get(ref: Any, limit_s: float) -> Any:  # noqa: ANN401 - Ray's references ar
         raise LaunchError(f"an actor is gone: {str(exc).strip().splitlines()[-1].strip()}") from exc
 
 
-def _first_line(exc: Exception) -> str:
-    return next(iter(str(exc).strip().splitlines()), type(exc).__name__)
-
-
 def _nodes() -> str:
     shown = (
         f"{node['NodeManagerAddress']} with {_amounts(node['Resources'])}, labels {node.get('Labels') or {}}"
@@ -271,70 +225,3 @@ def _alive_nodes() -> list[dict[str, Any]]:
 
 def _amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))
-
-
-# --- connecting -----------------------------------------------------------------------------------------------
-
-
-def _init(options: Mapping[str, Any]) -> None:
-    try:
-        ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
-    except Exception as exc:  # ray.init raises bare RuntimeError, ValueError, ConnectionError and more
-        raise LaunchError(f"Ray could not be used: {_first_line(exc)}") from exc
-
-
-def _probe(address: str) -> None:
-    """ray.init on a wrong address blocks for minutes, or ends the process; a child finds out in its place."""
-    if "://" in address:
-        raise ConfigError(f"RAY_ADDRESS {address} is not HOST:PORT of a Ray head: Ray Client addresses are not served")
-    if not (_listens(address) and _is_ray(address)):
-        raise LaunchError(
-            f"no Ray {ray.__version__} answers at RAY_ADDRESS={address}: correct it, or unset it to have one started"
-        )
-
-
-def _listens(address: str) -> bool:
-    """Cheaper than asking Ray: a refused connection needs no Ray to be understood."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():  # "auto": only Ray knows where
-        return True
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_LIMIT_S):
-            return True
-    except OSError:
-        return False
-
-
-def _is_ray(address: str) -> bool:
-    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=_PROBE_LIMIT_S, check=False).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
-
-
-def _local_raylet() -> list[int]:
-    return find("raylet", f"--node_id={ray.get_runtime_context().get_node_id()}")
-
-
-def _own_ray_env() -> dict[str, str]:
-    """Ray listens on every interface whatever it is told, and asks for a token unless the operator switched that
-    off. A token of its own keeps it from writing one into the home folder."""
-    ours = {
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",  # engines inherit it, and Ray's 15 would put them behind everything else
-    }
-    return {key: os.environ.get(key, value) for key, value in ours.items()}
-
-
-@contextlib.contextmanager
-def _environ(entries: Mapping[str, str]) -> Iterator[None]:
-    """Environment entries for Ray's processes; taken back afterwards with whatever ray.init adds."""
-    before = dict(os.environ)
-    os.environ.update(entries)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

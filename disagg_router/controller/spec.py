@@ -10,11 +10,25 @@ from typing import Any
 
 from disagg_router.errors import ConfigError
 from disagg_router.interfaces import KVConnector
-from disagg_router.model import EngineAddress, EngineCommand, InstanceSpec
+from disagg_router.listening import bracketed
+from disagg_router.model import EngineAddress, EngineCommand, InstanceSpec, Launch
 
-OWNED_ARGS = frozenset(
-    {"model", "served-model-name", "host", "port", "kv-transfer-config", "kv-events-config", "data-parallel-rank"}
-)
+_REMOVE = "is set by the controller: remove it from args"
+# vLLM's arguments that are not the operator's to set, and what to do instead.
+OWNED_ARGS: Mapping[str, str] = {
+    **dict.fromkeys(("host", "port", "uds", "kv-transfer-config", "kv-events-config", "data-parallel-rank"), _REMOVE),
+    "model": "is set by the controller: set model.path instead",
+    "served-model-name": "is set by the controller: set model.served_name instead",
+    "revision": "is set by the controller: set model.revision instead",
+    "config": "would set arguments that nobody here sees: write them into args instead",
+    "api-key": "is not supported yet: remove it from args",
+}
+# Set to nothing where the node's own environment has them.
+_CLOSED_ENV: Mapping[str, str] = {"VLLM_SERVER_DEV_MODE": "0", "VLLM_API_KEY": ""}
+_CLOSED_WHY: Mapping[str, str] = {
+    "VLLM_SERVER_DEV_MODE": "it opens /sleep and /reset_prefix_cache",
+    "VLLM_API_KEY": "keys are not supported yet",
+}
 _DEFAULT_CPU_BLOCK_SIZE_TOKENS = 128
 _CPU_CONTEXTS = 4  # how many full-length contexts an engine on CPU holds unless told otherwise
 
@@ -27,15 +41,15 @@ def build_command(
     Raises ConfigError when the user's args or env name something that the controller decides.
     """
     args = _user_args(spec)
-    if "VLLM_SERVER_DEV_MODE" in spec.env:
-        raise ConfigError("engine.env must not set VLLM_SERVER_DEV_MODE: it opens /sleep and /reset_prefix_cache")
     launch = connector.launch(spec, address)
+    _check_env(spec, launch)
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         **({"HF_HUB_OFFLINE": "1"} if _is_local(spec.model) else {}),
         **(_CPU_ENV if spec.device == "cpu" else {}),
         **launch.env,
         **spec.env,
+        **_CLOSED_ENV,
     }
     if spec.device == "cpu":
         args = {**_cpu_args(args, env), **args}
@@ -47,7 +61,7 @@ def build_command(
         *(spec.python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", spec.model, "--served-model-name", spec.served_name),
         *("--host", address.host, "--port", str(address.http_port)),
-        *(["--revision", spec.revision] if spec.revision and "revision" not in args else []),
+        *(["--revision", spec.revision] if spec.revision else []),
         *(word for key, value in args.items() for word in _flag(key, value)),
         *("--kv-transfer-config", json.dumps(transfer)),
         *("--kv-events-config", json.dumps(_events(spec, address))),
@@ -61,14 +75,6 @@ def overlay_env(base: Mapping[str, str], env: Mapping[str, str]) -> dict[str, st
     if "PYTHONPATH" in env and base.get("PYTHONPATH"):
         merged["PYTHONPATH"] = env["PYTHONPATH"] + os.pathsep + base["PYTHONPATH"]
     return merged
-
-
-def port_spans(spec: InstanceSpec) -> tuple[int, int, int, int]:
-    """Consecutive ports needed from each of EngineAddress's four: vLLM adds the data-parallel rank to all but
-    the first."""
-    ranks = spec.args.get("data-parallel-size", spec.args.get("data_parallel_size", 1))
-    n = ranks if isinstance(ranks, int) and ranks > 0 else 1
-    return (1, n, n, n)
 
 
 # uni instead of mp: one process and 1.3 GB less per engine. Both halves are needed, vLLM turns `uni` back into
@@ -107,9 +113,22 @@ def _user_args(spec: InstanceSpec) -> dict[str, Any]:
     for raw, value in spec.args.items():
         key = raw.lstrip("-").replace("_", "-")
         if key in OWNED_ARGS:
-            raise ConfigError(f"engine argument {raw!r} is set by the controller: remove it from args")
+            raise ConfigError(f"engine argument {raw!r} {OWNED_ARGS[key]}")
+        if key == "data-parallel-size" and value not in (None, 1, "1"):
+            raise ConfigError(
+                f"engine argument {raw!r} is {value}, but data parallelism inside one instance is not supported yet: "
+                "start one instance per rank"
+            )
         args[key] = value
     return args
+
+
+def _check_env(spec: InstanceSpec, launch: Launch) -> None:
+    for key in spec.env:
+        if key in _CLOSED_WHY:
+            raise ConfigError(f"engine.env must not set {key}: {_CLOSED_WHY[key]}")
+        if key in launch.env:
+            raise ConfigError(f"engine.env must not set {key}: the connector does, differently for each instance")
 
 
 def _flag(key: str, value: Any) -> Iterator[str]:  # noqa: ANN401 - any YAML value
@@ -146,11 +165,6 @@ def _bindable(host: str) -> str:
     except ValueError:
         return "*"
     return f"[::ffff:{host}]" if version == 4 else f"[{host}]"
-
-
-def bracketed(host: str) -> str:
-    """`host` as it stands in front of a port."""
-    return f"[{host}]" if ":" in host else host
 
 
 def _is_local(model: str) -> bool:

@@ -85,7 +85,7 @@ class VllmClient:
                 return (await self._http.get(f"{url}/health")).is_success
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise UpstreamTimeout(f"the engine did not answer /health within {self._health_s:g} s") from exc
-        except httpx.HTTPError:
+        except (httpx.HTTPError, httpx.InvalidURL):
             return False
 
     async def report(self, url: str) -> EngineReport:
@@ -106,7 +106,6 @@ class VllmClient:
                     kv_layout=_known(cache.get("kv_cache_layout")),
                 ),
                 served_models=tuple(str(card["id"]) for card in cards),
-                max_model_len_tokens=base.get("max_model_len"),
                 model_cards=tuple(cards),
                 incarnation=exposition.start_time(metrics),
             )
@@ -143,7 +142,7 @@ class VllmClient:
                 response = await self._http.get(url + path)
         except (TimeoutError, httpx.TimeoutException) as exc:
             raise UpstreamTimeout(f"the engine did not answer {path} within {self._control_s:g} s") from exc
-        except httpx.HTTPError as exc:
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise UpstreamError(f"the engine could not be asked for {path}") from exc
         if response.status_code != 200:
             raise UpstreamError(f"the engine answered {response.status_code} to {path}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from disagg_router.errors import DisaggError, UpstreamError
+from disagg_router.errors import PairTestFailed, UpstreamError
 from disagg_router.interfaces import Clock, EngineCall, EngineClient, KVConnector
 from disagg_router.model import Body, Handoff, Instance
 
@@ -21,11 +20,6 @@ _ANSWER_TOKENS = 16
 _LOGPROB_TOLERANCE = 0.1
 _PULLED = 'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}'
 _DEFAULT_BLOCK_TOKENS = 128
-_RELEASE_LIMIT_S = 5.0
-
-
-class PairTestFailed(DisaggError):
-    """Why a pair must not carry traffic: one line."""
 
 
 class _Choice(msgspec.Struct):
@@ -114,26 +108,24 @@ class _SelfTest:
     async def _through_pair(self, body: Body, prefill: Instance, decode: Instance) -> _Choice:
         request_id = f"selftest-{self.rng.getrandbits(64):016x}"
         handoff = self.connector.begin(request_id, prefill, decode)
-        prefilling = self._post(prefill, self.connector.prefill_body(body, handoff), request_id)
         if self.connector.concurrent_legs:
-            decoding = self._post(decode, self.connector.decode_body(body, handoff), request_id, once=True)
-            _, answer = await asyncio.gather(prefilling, decoding)
-            return _choice(answer)
-        answer = await prefilling
+            return await self._at_once(body, handoff, prefill, decode)
+        answer = await self._post(prefill, self.connector.prefill_body(body, handoff), request_id)
         handoff = self.connector.complete(
             handoff, msgspec.json.decode(answer, type=dict[str, object]), self.clock.now_s()
         )
-        try:
-            return _choice(await self._post(decode, self.connector.decode_body(body, handoff), request_id, once=True))
-        except BaseException:
-            await self._release(body, handoff, decode)
-            raise
+        # A decode leg that fails keeps the prefill's blocks until the lease ends: it may still be reading them.
+        return _choice(await self._post(decode, self.connector.decode_body(body, handoff), request_id, once=True))
 
-    async def _release(self, body: Body, handoff: Handoff, decode: Instance) -> None:
-        release = self.connector.release_body(body, handoff)
-        if release is not None:
-            with contextlib.suppress(PairTestFailed):  # a refusal is how it works
-                await self._post(decode, release, handoff.request_id, once=True, limit_s=_RELEASE_LIMIT_S)
+    async def _at_once(self, body: Body, handoff: Handoff, prefill: Instance, decode: Instance) -> _Choice:
+        leg = self._post(decode, self.connector.decode_body(body, handoff), handoff.request_id, once=True)
+        decoding = asyncio.create_task(leg)
+        try:
+            await self._post(prefill, self.connector.prefill_body(body, handoff), handoff.request_id)
+            return _choice(await decoding)
+        finally:
+            decoding.cancel()
+            await asyncio.gather(decoding, return_exceptions=True)
 
     async def _ask(self, instance: Instance, body: Body) -> _Choice:
         alone = self.connector.local_body(body, load_external=False)
@@ -146,14 +138,13 @@ class _SelfTest:
         request_id: str,
         *,
         once: bool = False,
-        limit_s: float | None = None,
     ) -> bytes:
         call = EngineCall(
             _ENDPOINT,
             msgspec.json.encode(body),
             (("x-request-id", request_id),),
             once=once,
-            head_limit_s=limit_s or self.leg_limit_s,
+            head_limit_s=self.leg_limit_s,
         )
         try:
             async with self.client.open(instance.url, call) as response:

@@ -75,4 +75,8 @@ def _is_ids(prompt: object) -> TypeGuard[list[int]]:
 
 
 def _decode(value: object) -> Any:  # noqa: ANN401 - JSON
-    return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+    """Raises BadRequest: a value that is no JSON passes where the body is only split into its fields."""
+    try:
+        return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise BadRequest("the body holds a value that is not valid JSON") from exc

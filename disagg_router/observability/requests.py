@@ -16,22 +16,26 @@ class RequestRecord:
     """Filled in as the request goes; times on the injected clock. Holds ids, sizes and times, never content."""
 
     endpoint: str
+    request_id: str
     arrived_s: float
-    request_id: str = "-"
     decision: Decision | None = None
     status: int = 0
     first_content_s: float | None = None
     sent_bytes: int = 0
     outcome: str = "ok"
 
+    def decided(self, decision: Decision) -> None:
+        """The last one counts: it is what happened."""
+        self.decision = decision
+
 
 class RequestRecorder:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    def begin(self, endpoint: str, now_s: float) -> RequestRecord:
+    def begin(self, endpoint: str, request_id: str, now_s: float) -> RequestRecord:
         self._metrics.in_flight.inc()
-        return RequestRecord(endpoint, now_s)
+        return RequestRecord(endpoint, request_id, now_s)
 
     def end(self, record: RequestRecord, now_s: float) -> None:
         self._metrics.in_flight.dec()

@@ -9,24 +9,20 @@ from dataclasses import asdict
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from disagg_router.errors import ErrorCode, RequestError
+from disagg_router.errors import Unauthorized
 from disagg_router.interfaces import JsonObject
 from disagg_router.model import Decision
 from disagg_router.observability.metrics import Metrics
 from disagg_router.proxy.app import bare_app, error_response
-from disagg_router.proxy.openai import CHAT, COMPLETIONS, ClientCall
+from disagg_router.proxy.openai import CHAT, COMPLETIONS, request_id_of
+from disagg_router.proxy.relay import ParseCall
 from disagg_router.routing.fleet import Fleet
 from disagg_router.routing.router import Router
 
 
-class _Unauthorized(RequestError):
-    status = 401
-    code = ErrorCode.UNAUTHORIZED
-
-
 def admin_app(
     router: Router,
-    parse: Callable[[str, dict[str, str], bytes], ClientCall],
+    parse: ParseCall,
     metrics: Metrics,
     *,
     fleet: Callable[[], Fleet],
@@ -40,7 +36,7 @@ def admin_app(
     async def authorize(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         given = request.headers.get("authorization", "").encode()
         if token is not None and not secrets.compare_digest(given, expected):
-            return error_response(_Unauthorized("this listener needs the admin token as a bearer"))
+            return error_response(Unauthorized("this listener needs the admin token as a bearer"))
         return await call_next(request)
 
     @app.get("/status")
@@ -54,7 +50,8 @@ def admin_app(
     @app.post("/debug/route")
     async def debug_route(request: Request) -> JsonObject:
         content = await request.body()
-        call = parse(_endpoint_of(content), dict(request.headers), content)
+        headers = dict(request.headers)
+        call = parse(_endpoint_of(content), headers, content, request_id_of(headers))
         return _explain(await router.decide(call.request, call.body))
 
     @app.post("/drain")

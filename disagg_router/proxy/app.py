@@ -8,22 +8,24 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from disagg_router.errors import BadRequest, Draining, NoDecodeInstance, RequestError
+from disagg_router.errors import (
+    BadRequest,
+    Draining,
+    NoDecodeInstance,
+    NotServed,
+    RequestError,
+    UpstreamRefused,
+    WrongMethod,
+)
 from disagg_router.interfaces import JsonObject
 from disagg_router.proxy.openai import ROUTED_ENDPOINTS, error_body
 from disagg_router.proxy.relay import RoutedEndpoint
 from disagg_router.routing.fleet import Fleet
 
 
-class _NotServed(BadRequest):
-    status = 404
-
-
-class _WrongMethod(BadRequest):
-    status = 405
-
-
 def error_response(error: RequestError) -> Response:
+    if isinstance(error, UpstreamRefused):
+        return Response(error.body, error.status, media_type=error.content_type)
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     return Response(error_body(error), error.status, headers, "application/json")
 
@@ -34,7 +36,7 @@ def bare_app(title: str) -> FastAPI:
 
     async def on_http_error(_: Request, exc: Exception) -> Response:
         status = exc.status_code if isinstance(exc, HTTPException) else 500
-        kind = {404: _NotServed, 405: _WrongMethod}.get(status, BadRequest)
+        kind = {404: NotServed, 405: WrongMethod}.get(status, BadRequest)
         return error_response(kind("this path is not served here" if status == 404 else "not this way"))
 
     async def on_request_error(_: Request, exc: Exception) -> Response:

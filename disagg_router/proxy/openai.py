@@ -34,18 +34,24 @@ _WHOLE_IF_SET = ("prompt_logprobs",)
 
 @dataclass(frozen=True, slots=True)
 class ClientCall:
-    """`request_id` is what the client sees; the request's own id is what the engines see, and is never reused."""
+    """One request, taken apart. `headers` are those that go on to the engines."""
 
     request: InferenceRequest
     body: Body
     headers: tuple[tuple[str, str], ...]
-    request_id: str
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """What the client sees as x-request-id: its own, if it is one, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def parse_call(
     endpoint: str,
     headers: Mapping[str, str],
     content: bytes,
+    request_id: str,
     *,
     served_name: str,
     slo: Slo,
@@ -61,10 +67,8 @@ def parse_call(
     stream = _value(body, "stream")
     if stream not in (None, True, False):
         raise BadRequest("stream must be true or false", param="stream")
-    given = headers.get("x-request-id", "")
-    request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
     request = InferenceRequest(
-        # A client may repeat its ids; the engines must never see two requests under one.
+        # A client may repeat its ids; the engines must not see two clients' requests under one.
         id=f"{request_id}-{secrets.token_hex(4)}",
         endpoint=endpoint,
         stream=bool(stream),
@@ -75,7 +79,7 @@ def parse_call(
     )
     forwarded = [(name, headers[name]) for name in _FORWARDED_HEADERS if name in headers]
     forwarded.append(("x-request-id", request.id))
-    return ClientCall(request, body, tuple(forwarded), request_id)
+    return ClientCall(request, body, tuple(forwarded))
 
 
 def error_body(error: RequestError) -> bytes:

@@ -10,11 +10,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from disagg_router.errors import BodyTooLarge, Internal, RequestError, UpstreamError, UpstreamRefused
+from disagg_router.errors import (
+    BodyTooLarge,
+    Internal,
+    NotServed,
+    RequestError,
+    SlowBody,
+    UpstreamError,
+    UpstreamRefused,
+)
 from disagg_router.interfaces import Clock
 from disagg_router.model import Decision
 from disagg_router.observability.requests import RequestRecord, RequestRecorder
-from disagg_router.proxy.openai import ClientCall, error_body
+from disagg_router.proxy.openai import ROUTED_ENDPOINTS, ClientCall, error_body, request_id_of
 from disagg_router.proxy.streams import FirstContent, error_event
 from disagg_router.routing.router import Routed, Router
 
@@ -23,7 +31,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
-ParseCall = Callable[[str, dict[str, str], bytes], ClientCall]
+ParseCall = Callable[[str, dict[str, str], bytes, str], ClientCall]
 
 _STREAM_HEADERS: tuple[Header, ...] = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
@@ -49,21 +57,24 @@ class RoutedEndpoint:
         self._body_limit_bytes, self._body_idle_s = body_limit_bytes, body_idle_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = self._recorder.begin(scope["path"], self._clock.now_s())
+        headers = _headers(scope)
+        record = self._recorder.begin(_known_path(scope), request_id_of(headers), self._clock.now_s())
         try:
-            await self._serve(scope, receive, send, record)
+            await self._serve(headers, receive, _Answer(send, record), record)
         except ClientGone:
             record.outcome = "client_gone"
+        except asyncio.CancelledError:
+            record.outcome = "cut"  # the server is going down and has waited long enough
+            raise
         finally:
             self._recorder.end(record, self._clock.now_s())
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
-        out = _Answer(send, record)
+    async def _serve(self, headers: dict[str, str], receive: Receive, out: _Answer, record: RequestRecord) -> None:
         try:
-            headers = _headers(scope)
+            if record.endpoint not in ROUTED_ENDPOINTS:
+                raise NotServed("this path is not served here")
             content = await self._read_body(headers, receive)
-            call = self._parse(scope["path"], headers, content)
-            record.request_id = out.request_id = call.request_id
+            call = self._parse(record.endpoint, headers, content, record.request_id)
             await _until_gone(self._answer(call, out, record), receive, out)
         except RequestError as exc:
             await out.refuse(exc)
@@ -75,8 +86,7 @@ class RoutedEndpoint:
             raise
 
     async def _answer(self, call: ClientCall, out: _Answer, record: RequestRecord) -> None:
-        async with self._router.route(call.request, call.body, call.headers) as routed:
-            record.decision = routed.decision
+        async with self._router.route(call.request, call.body, call.headers, record.decided) as routed:
             await out.start(routed)
             first = FirstContent() if call.request.stream else None
             try:
@@ -101,7 +111,7 @@ class RoutedEndpoint:
                 async with asyncio.timeout(self._body_idle_s):
                     message = await receive()
             except TimeoutError as exc:
-                raise _SlowBody(f"no byte of the body came for {self._body_idle_s:g} s") from exc
+                raise SlowBody(f"no byte of the body came for {self._body_idle_s:g} s") from exc
             if message["type"] == "http.disconnect":
                 raise ClientGone
             part = message.get("body", b"")
@@ -116,10 +126,6 @@ class RoutedEndpoint:
         return BodyTooLarge(f"the body is larger than limits.body_mb ({self._body_limit_bytes / 2**20:g} MiB)")
 
 
-class _SlowBody(RequestError):
-    status = 408
-
-
 class _Answer:
     """The client's side of one request: head first, then bytes, and exactly one kind of end."""
 
@@ -127,7 +133,6 @@ class _Answer:
         self._send, self._record = send, record
         self._started = False
         self.complete = False
-        self.request_id: str | None = None
 
     async def start(self, routed: Routed) -> None:
         response = routed.response
@@ -137,7 +142,7 @@ class _Answer:
             headers += _STREAM_HEADERS
         elif length := response.headers.get("content-length"):
             headers.append((b"content-length", length.encode("latin-1")))
-        await self._head(response.status, headers + _decision_headers(routed.decision))
+        await self._head(response.status, headers)
 
     async def send(self, chunk: bytes) -> None:
         self._record.sent_bytes += len(chunk)
@@ -173,8 +178,8 @@ class _Answer:
     async def _head(self, status: int, headers: list[Header]) -> None:
         self._started = True
         self._record.status = status
-        if self.request_id is not None:
-            headers.append((b"x-request-id", self.request_id.encode()))
+        headers.append((b"x-request-id", self._record.request_id.encode()))
+        headers += _decision_headers(self._record.decision)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
@@ -205,7 +210,16 @@ def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-def _decision_headers(decision: Decision) -> list[Header]:
+def _known_path(scope: Scope) -> str:
+    """The endpoint, or a word for anything else: the router's pattern lets a path with a line break at its end pass,
+    and what a client writes there belongs neither into a log nor to an engine."""
+    path: str = scope["path"]
+    return path if path in ROUTED_ENDPOINTS else "unknown"
+
+
+def _decision_headers(decision: Decision | None) -> list[Header]:
+    if decision is None:
+        return []
     headers = [(b"x-disagg-path", decision.path.encode()), (b"x-disagg-decode", decision.decode.instance.encode())]
     if decision.prefill is not None:
         headers.append((b"x-disagg-prefill", decision.prefill.instance.encode()))

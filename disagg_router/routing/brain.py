@@ -49,9 +49,10 @@ class Brain:
                 self._adopt(snapshot, group)
 
     def model_cards(self) -> list[JsonObject]:
-        """What the engines show under /v1/models, each model once; the configured name while none is up."""
-        cards = {card["id"]: card for watch in self._watches.values() for card in watch.model_cards}
-        return list(cards.values()) or [{"id": self._served_name, "object": "model", "owned_by": "vllm"}]
+        """The served model as an engine shows it under /v1/models; its bare name while none is up."""
+        cards = [card for watch in self._watches.values() for card in watch.model_cards]
+        ours = [card for card in cards if card.get("id") == self._served_name]
+        return ours[:1] or [{"id": self._served_name, "object": "model", "owned_by": "vllm"}]
 
     def suspect(self, instance: InstanceId) -> None:
         """A request has just failed there: look at once instead of at the next interval."""

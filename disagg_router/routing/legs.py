@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from disagg_router.routing.leases import LeaseBook, LeaseKind
 log = logging.getLogger(__name__)
 
 RELEASE_LIMIT_S = 5.0
+RELEASE_ENDPOINT = "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class LegFailed(Exception):
 
 
 class HandoffExpired(Exception):
-    """The handoff grew too old, or its prefill was restarted, before it could be sent."""
+    """The handoff grew too old, or one of its ends was restarted, before it could be sent."""
 
 
 class _Ticket:
@@ -108,7 +110,7 @@ class Legs:
         begun = self._connector.begin(work.request.id, prefill, decode)
         with self._leases.take(LeaseKind.HANDOFF, decision.prefill):
             if self._connector.concurrent_legs:
-                return await self._at_once(work, decision, begun, attempt)
+                return await self._at_once(work, decision.prefill, decision.decode, begun, attempt)
             handoff = await self._prefill(work, decision.prefill, begun)
             return await self._send(work, decision.decode, handoff, attempt)
 
@@ -139,30 +141,38 @@ class Legs:
 
     async def _send(self, work: Work, target: Target, handoff: Handoff, attempt: AsyncExitStack) -> EngineResponse:
         """The decode leg of a finished prefill. The handoff is sent once, or released."""
-        ticket = _Ticket(lambda: self._fresh(handoff))
+        ticket = _Ticket(lambda: self._fresh(handoff) and self._young(handoff))
         call = self._decode_call(work, self._connector.decode_body(work.body, handoff))
+        refused = False
         try:
             return await self._decode(target, dataclasses.replace(call, once=True, on_sent=ticket.send), attempt)
+        except UpstreamRefused:
+            # Refused by its schema, a request never gets to where the engine would tell the prefill.
+            refused = True
+            raise
         finally:
             self._observer.handoff(ticket.result)
-            if ticket.result is not HandoffResult.SENT:
+            if refused or ticket.result is not HandoffResult.SENT:
                 self._release(work, handoff)
 
-    async def _at_once(self, work: Work, decision: Decision, begun: Handoff, attempt: AsyncExitStack) -> EngineResponse:
+    async def _at_once(
+        self, work: Work, prefill: Target, decode: Target, begun: Handoff, attempt: AsyncExitStack
+    ) -> EngineResponse:
         """Both legs together, for connectors that name their ids beforehand. A prefill that fails ends the decode
         leg, which would wait for it; one that is still at it when the decode leg answers goes on beside it."""
-        assert decision.prefill is not None
-        prefilling = asyncio.create_task(self._prefill(work, decision.prefill, begun))
+        prefilling = asyncio.create_task(self._prefill(work, prefill, begun))
         attempt.push_async_callback(_end, prefilling)
+        ticket = _Ticket(lambda: self._fresh(begun))
         call = self._decode_call(work, self._connector.decode_body(work.body, begun))
-        decoding = asyncio.create_task(self._decode(decision.decode, dataclasses.replace(call, once=True), attempt))
+        call = dataclasses.replace(call, once=True, on_sent=ticket.send)
+        decoding = asyncio.create_task(self._decode(decode, call, attempt))
         try:
             await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
             if prefilling.done():
                 prefilling.result()
             return await decoding
         finally:
-            self._observer.handoff(HandoffResult.SENT)
+            self._observer.handoff(ticket.result)
             await _end(decoding)
 
     async def _decode(self, target: Target, call: EngineCall, attempt: AsyncExitStack) -> EngineResponse:
@@ -187,22 +197,32 @@ class Legs:
     # --- the handoff's safety ---
 
     def _fresh(self, handoff: Handoff) -> bool:
-        """Past its lease a handoff is answered with another prompt's KV and HTTP 200; half the lease is the margin.
-        From another incarnation it is worth nothing."""
-        now = self._fleet().instances.get(handoff.pair.prefill)
-        if now is None or now.incarnation != handoff.prefill_incarnation or handoff.answered_s is None:
-            return False
-        return self._clock.now_s() - handoff.answered_s <= self._connector.lease_s / 2
+        """Both ends are still the processes that were tested as a pair. From another prefill the handoff is worth
+        nothing; another decode may have been started with another block size, and would answer 200 with wrong text."""
+        fleet, pair = self._fleet(), handoff.pair
+        prefill, decode = fleet.instances.get(pair.prefill), fleet.instances.get(pair.decode)
+        return (
+            prefill is not None
+            and decode is not None
+            and prefill.incarnation == handoff.prefill_incarnation
+            and decode.incarnation == handoff.decode_incarnation
+            and pair in fleet.pairs
+            and fleet.pairs[pair].state is PairState.READY
+        )
+
+    def _young(self, handoff: Handoff) -> bool:
+        """Past its lease a handoff is answered with another prompt's KV and HTTP 200; half the lease is the margin."""
+        age_s = math.inf if handoff.answered_s is None else self._clock.now_s() - handoff.answered_s
+        return age_s <= self._connector.lease_s / 2
 
     def _release(self, work: Work, handoff: Handoff) -> None:
         """Free the prefill's blocks now instead of at the end of the lease. Runs beside the request, which may
         already be cancelled."""
-        release = self._connector.release_body(work.body, handoff)
+        release = self._connector.release_body(work.body.get("model"), handoff)
         if release is None:
             return
-        call = EngineCall(
-            work.request.endpoint, msgspec.json.encode(release), work.headers, once=True, head_limit_s=RELEASE_LIMIT_S
-        )
+        body = msgspec.json.encode(release)
+        call = EngineCall(RELEASE_ENDPOINT, body, work.headers, once=True, head_limit_s=RELEASE_LIMIT_S)
         task = asyncio.get_running_loop().create_task(self._send_release(handoff.pair, call))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
@@ -217,6 +237,7 @@ class Legs:
             try:
                 async with self._client.open(decode.url, call):
                     log.warning("%s served a release as if it were a request", decode.id)
+                    return
             except UpstreamRefused:
                 return  # the refusal is what frees the blocks
             except UpstreamError as exc:

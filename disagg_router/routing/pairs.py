@@ -26,6 +26,7 @@ class _Record:
     status: PairStatus
     failures: int = 0
     due_s: float = 0.0
+    test: asyncio.Task[None] | None = None
 
 
 class PairTester:
@@ -65,6 +66,9 @@ class PairTester:
             else:
                 records[pair] = _Record(ends, _first_status(ends))
                 self._announce(pair, records[pair].status)
+        for pair, old in self._records.items():
+            if old.test is not None and records.get(pair) is not old:
+                old.test.cancel()  # it speaks of a process that is gone, and holds a slot
         self._records, self._instances = records, instances
         self._wake.set()
 
@@ -74,20 +78,22 @@ class PairTester:
             while True:
                 self._wake.clear()
                 for pair in self._due():
-                    self._set(pair, self._records[pair], PairStatus(PairState.TESTING))
-                    tests.create_task(self._run_one(pair, self._records[pair], slots))
+                    record = self._records[pair]
+                    self._set(pair, record, PairStatus(PairState.TESTING))
+                    record.test = tests.create_task(self._run_one(pair, record, slots))
                 await self._sleep()
 
     def _due(self) -> list[Pair]:
+        """At most one per decode instance: the test counts what that engine pulls, and must not count another's."""
         now_s = self._clock.now_s()
         waiting = (PairState.UNTESTED, PairState.FAILED)
-        return [
-            pair
-            for pair, record in self._records.items()
-            if record.status.state in waiting
-            and record.due_s <= now_s
-            and all(_ready(self._instances[end]) for end in (pair.prefill, pair.decode))
-        ]
+        busy = {pair.decode for pair, record in self._records.items() if record.status.state is PairState.TESTING}
+        due: dict[InstanceId, Pair] = {}
+        for pair, record in self._records.items():
+            ends_ready = all(_ready(self._instances[end]) for end in (pair.prefill, pair.decode))
+            if record.status.state in waiting and record.due_s <= now_s and ends_ready and pair.decode not in busy:
+                due.setdefault(pair.decode, pair)
+        return list(due.values())
 
     async def _sleep(self) -> None:
         """Until something changes, or the next failed pair is due."""
@@ -112,6 +118,10 @@ class PairTester:
                 reason = f"the self-test took longer than {self._limit_s:g} s"
             except DisaggError as exc:
                 reason = str(exc)
+            except Exception as exc:
+                # An answer nobody foresaw costs this pair its traffic, not the router its life.
+                log.exception("the self-test of %s -> %s failed in an unforeseen way", pair.prefill, pair.decode)
+                reason = f"the self-test failed in an unforeseen way ({type(exc).__name__})"
         if reason is None:
             record.failures = 0
             self._set(pair, record, PairStatus(PairState.READY))

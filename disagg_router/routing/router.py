@@ -67,16 +67,21 @@ class Router:
 
     @asynccontextmanager
     async def route(
-        self, request: InferenceRequest, body: Body, headers: tuple[tuple[str, str], ...] = ()
+        self,
+        request: InferenceRequest,
+        body: Body,
+        headers: tuple[tuple[str, str], ...] = (),
+        decided: Callable[[Decision], None] = lambda _: None,
     ) -> AsyncIterator[Routed]:
         """Entered when the first byte may go to the client; everything held is let go on the way out.
 
-        Raises RequestError: what the client is told instead.
+        `decided` hears of every decision, also of those that come to nothing. Raises RequestError: what the client
+        is told instead.
         """
         self._enter()
         try:
             async with AsyncExitStack() as legs:
-                yield await self._first_byte(Work(request, body, headers), legs)
+                yield await self._first_byte(Work(request, body, headers), decided, legs)
         finally:
             self._leave()
 
@@ -97,23 +102,24 @@ class Router:
 
     # --- steps ---
 
-    async def _first_byte(self, work: Work, legs: AsyncExitStack) -> Routed:
+    async def _first_byte(self, work: Work, decided: Callable[[Decision], None], legs: AsyncExitStack) -> Routed:
         if self._waiting >= self._waiting_requests:
             raise QueueFull(f"{self._waiting} requests already wait for their first byte", retry_after_s=1)
         self._waiting += 1
         try:
             counted = await self._counted(work.request, work.body)
-            return await self._opened(dataclasses.replace(work, request=counted), legs)
+            return await self._opened(dataclasses.replace(work, request=counted), decided, legs)
         finally:
             self._waiting -= 1
 
-    async def _opened(self, work: Work, legs: AsyncExitStack) -> Routed:
+    async def _opened(self, work: Work, decided: Callable[[Decision], None], legs: AsyncExitStack) -> Routed:
         """Decide and try. Ends, since each round excludes a target or spends a try."""
         tries_left = TRIES_AFTER_A_FAILURE
         last: UpstreamError | None = None
         while True:
             decision = self._decide_again(work.request, last)
             self._observer.decided(work.request, decision)
+            decided(decision)
             try:
                 async with AsyncExitStack() as attempt:
                     response = await self._legs.open(work, decision, attempt)

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from disagg_router.config import StaticInstance
+from disagg_router.errors import ConfigError
 from disagg_router.interfaces import Clock
 from disagg_router.model import Fingerprint, FleetSnapshot, Instance, InstanceId, InstanceState
 
@@ -37,7 +38,7 @@ class ControllerSource:
 
     async def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
         timeout = httpx.Timeout(5, read=LONG_POLL_S + 10)
-        async with httpx.AsyncClient(base_url=self._url, timeout=timeout) as http:
+        async with httpx.AsyncClient(base_url=self._url, timeout=timeout, trust_env=False) as http:
             seen: FleetSnapshot | None = None
             failures = 0
             while True:
@@ -53,7 +54,7 @@ class ControllerSource:
                         log.warning("the controller at %s does not answer: %s", self._url, type(exc).__name__)
                     # Whole snapshot next time: a controller that was restarted counts from 0 again.
                     seen = None
-                    await self._clock.sleep(min(0.2 * 2**failures, 5) * (0.5 + random.random() / 2))
+                    await self._clock.sleep(0.2 * 2 ** min(failures, 5) * (0.5 + random.random() / 2))
                     continue
                 failures = 0
                 if snapshot != seen:
@@ -105,7 +106,7 @@ class FileSource:
         try:
             data: Any = yaml.safe_load(content)
             return _declared(_FleetFile.model_validate(data).instances, self._describe)
-        except (yaml.YAMLError, ValidationError, ValueError) as exc:
+        except (yaml.YAMLError, ValidationError, ValueError, ConfigError) as exc:
             first = exc.errors()[0]["msg"] if isinstance(exc, ValidationError) else " ".join(str(exc).split())
             log.warning("fleet.file %s is wrong, the last good fleet stays: %s", self._path, first)
             return None

@@ -64,9 +64,14 @@ class InstanceWatch:
 
     async def run(self) -> None:
         while True:
-            await self._probe()
+            self._poke.clear()  # before the probe: what is reported while it runs asks for another
+            try:
+                await self._probe()
+            except Exception:
+                # One engine that answers in a way nobody foresaw must not end the watch over all the others.
+                log.exception("%s could not be probed", self._declared.id)
+                self._report = None
             self._publish()
-            self._poke.clear()
             pause = asyncio.ensure_future(self._clock.sleep(self._interval_s))
             poked = asyncio.ensure_future(self._poke.wait())
             try:
@@ -98,6 +103,8 @@ class InstanceWatch:
         if self._served_name not in report.served_models:
             log.warning("%s does not serve %s: it is left out", declared.id, self._served_name)
             return None
+        for conflict in merge(declared.fingerprint, report.fingerprint)[1]:
+            log.warning("%s: %s; it serves local only", declared.id, conflict)
         self._arrivals += 1
         self._was_up = True
         return report
@@ -118,11 +125,7 @@ class InstanceWatch:
         if report is None:
             absent = InstanceState.UNREACHABLE if self._was_up else InstanceState.STARTING
             return dataclasses.replace(declared, state=absent)
-        fingerprint, conflict = merge(declared.fingerprint, report.fingerprint)
-        if conflict is not None:
-            # Nobody knows which of the two is true, so the field counts as unknown and the pair is refused by it.
-            log.warning("%s: %s; it serves local only", declared.id, conflict)
-            fingerprint = dataclasses.replace(fingerprint, **{conflict.split()[0]: None})
+        fingerprint, _ = merge(declared.fingerprint, report.fingerprint)
         return dataclasses.replace(
             declared,
             state=InstanceState.READY,

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from disagg_router.connectors.compatibility import fingerprint_from_args, incompatibility, merge, same_arithmetic
+from disagg_router.errors import ConfigError
 from disagg_router.model import Fingerprint
 from tests.builders import FINGERPRINT
 
@@ -90,8 +91,15 @@ def test_a_fingerprint_is_read_off_the_command_line():
 def test_the_engine_fills_the_gaps_and_contradictions_are_named():
     """Neither side is believed over the other."""
     declared = Fingerprint(model="m", dtype="auto", block_size=32, connector="nixl:pull")
-    merged, conflict = merge(declared, Fingerprint(vllm_version="0.32.0", dtype=None, block_size=32))
-    assert conflict is None
+    merged, conflicts = merge(declared, Fingerprint(vllm_version="0.32.0", dtype=None, block_size=32))
+    assert conflicts == ()
     assert (merged.vllm_version, merged.dtype, merged.block_size) == ("0.32.0", "auto", 32)
-    _, conflict = merge(declared, Fingerprint(block_size=128))
-    assert conflict == "block_size is declared as 32 but the engine reports 128"
+    merged, conflicts = merge(declared, Fingerprint(block_size=128))
+    assert conflicts == ("block_size is declared as 32 but the engine reports 128",)
+    assert (merged.block_size, merged.model) == (None, "m")
+
+
+def test_a_size_that_is_no_number_is_a_mistake_of_the_file():
+    """One sentence, not a traceback: a live fleet file may hold it."""
+    with pytest.raises(ConfigError, match="block-size must be a whole number, not \\[32\\]"):
+        fingerprint_from_args({"block-size": [32]}, {}, model="m", revision=None, connector="nixl:pull")

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import httpx
 
-from disagg_router.config import ClusterConfig, instance_specs
+from disagg_router.config import ClusterConfig
+from disagg_router.controller.cluster import instance_specs
 from disagg_router.controller.engine_host import HostSettings
-from disagg_router.controller.ray_launcher import RayLauncher, RaySession
+from disagg_router.controller.ray_launcher import RayLauncher
+from disagg_router.controller.ray_session import RaySession
 from disagg_router.controller.run import ControllerParts, run_controller
 from disagg_router.errors import DisaggError
 from disagg_router.model import EngineAddress, EngineCommand, Fingerprint, InstanceSpec

@@ -7,7 +7,7 @@ import sys
 
 import ray
 
-from disagg_router.controller.ray_launcher import RaySession
+from disagg_router.controller.ray_session import RaySession
 
 
 def main() -> None:

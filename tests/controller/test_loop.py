@@ -140,6 +140,17 @@ async def test_stop_ends_every_incarnation() -> None:
     assert set(fleet.states().values()) == {"draining"}
 
 
+async def test_routers_may_wait_while_engines_stop() -> None:
+    """A feed that is closed answers at once: they would ask again and again until the API is gone."""
+    fleet = Fleet()
+    await fleet.controller.bring_up()
+    await fleet.controller.stop()
+    waiting = asyncio.create_task(fleet.feed.after(fleet.feed.snapshot.version, 60))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    waiting.cancel()
+
+
 async def test_stop_overtakes_a_start() -> None:
     """An instance that is being started is stopped too."""
     fleet = Fleet()

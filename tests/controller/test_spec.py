@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from disagg_router.connectors.registry import build_connector
-from disagg_router.controller.spec import build_command, overlay_env, port_spans
+from disagg_router.controller.spec import build_command, overlay_env
 from disagg_router.errors import ConfigError
 from disagg_router.interfaces import KVConnector
 from disagg_router.model import EngineAddress, EngineCommand, InstanceSpec
@@ -64,7 +64,9 @@ def test_cuda_has_none_of_the_cpu_flags(connector: KVConnector, flag: str) -> No
         ("cpu", "VLLM_CPU_KVCACHE_SPACE", "1"),
         ("cpu", "HF_HUB_OFFLINE", "1"),
         ("cpu", "VLLM_NO_USAGE_STATS", "1"),
-        ("cpu", "VLLM_SERVER_DEV_MODE", None),
+        ("cpu", "VLLM_SERVER_DEV_MODE", "0"),
+        ("cuda", "VLLM_SERVER_DEV_MODE", "0"),
+        ("cuda", "VLLM_API_KEY", ""),
         ("cuda", "VLLM_TARGET_DEVICE", None),
         ("cuda", "OMP_NUM_THREADS", None),
         ("cuda", "VLLM_NO_USAGE_STATS", "1"),
@@ -114,7 +116,7 @@ def test_the_user_wins(connector: KVConnector, changes: dict[str, Any], flag: st
 
 
 @pytest.mark.parametrize(
-    "key", ["model", "port", "host", "served-model-name", "--kv-transfer-config", "kv_events_config"]
+    "key", ["port", "host", "uds", "--kv-transfer-config", "kv_events_config", "data-parallel-rank", "config"]
 )
 def test_owned_args_are_refused(connector: KVConnector, key: str) -> None:
     """An argument that the controller decides is an error that names it."""
@@ -122,10 +124,52 @@ def test_owned_args_are_refused(connector: KVConnector, key: str) -> None:
         built(spec(args={key: "x"}), connector)
 
 
-def test_dev_mode_is_refused(connector: KVConnector) -> None:
-    """Dev mode opens endpoints that stop an engine."""
-    with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE"):
-        built(spec(env={"VLLM_SERVER_DEV_MODE": "1"}), connector)
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"model": "x"}, "'model' is set by the controller: set model.path instead"),
+        ({"served-model-name": "x"}, "set model.served_name instead"),
+        ({"revision": "x"}, "set model.revision instead"),
+        ({"api-key": "x"}, "'api-key' is not supported yet"),
+        ({"data-parallel-size": 2}, "'data-parallel-size' is 2, .* start one instance per rank"),
+        ({"--data_parallel_size": "4"}, "'--data_parallel_size' is 4, .* start one instance per rank"),
+    ],
+)
+def test_a_refused_arg_says_what_to_do_instead(connector: KVConnector, args: dict[str, object], says: str) -> None:
+    """Where the setting is, or that there is none."""
+    with pytest.raises(ConfigError, match=says) as caught:
+        built(spec(args=args), connector)
+    assert "x'" not in str(caught.value)  # a key is not shown
+
+
+@pytest.mark.parametrize("ranks", [1, "1", None])
+def test_one_rank_is_no_data_parallelism(connector: KVConnector, ranks: object) -> None:
+    """Saying the default is fine."""
+    assert built(spec(args={"data-parallel-size": ranks}), connector)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("VLLM_SERVER_DEV_MODE", "it opens /sleep"),
+        ("VLLM_API_KEY", "not supported yet"),
+        ("VLLM_NIXL_SIDE_CHANNEL_PORT", "the connector does"),
+        ("VLLM_NIXL_SIDE_CHANNEL_HOST", "the connector does"),
+    ],
+)
+def test_env_that_is_not_the_operators_is_refused(connector: KVConnector, key: str, says: str) -> None:
+    """One port for every instance of a pool would be one too few."""
+    with pytest.raises(ConfigError, match=f"engine.env must not set {key}: .*{says}"):
+        built(spec(env={key: "1"}), connector)
+
+
+def test_the_nodes_own_environment_opens_nothing(connector: KVConnector) -> None:
+    """Dev mode stays shut, and no key is asked for, on a node whose environment says otherwise."""
+    node = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "k"}
+    assert overlay_env(node, built(spec(), connector).env).items() >= {
+        ("VLLM_SERVER_DEV_MODE", "0"),
+        ("VLLM_API_KEY", ""),
+    }
 
 
 def test_hub_models_may_download(connector: KVConnector) -> None:
@@ -161,12 +205,6 @@ def test_python_path_is_put_in_front(connector: KVConnector) -> None:
     ours, mine, node = joined["PYTHONPATH"].split(":")
     assert ours.endswith("engine_side")
     assert (mine, node, joined["HOME"]) == ("/mine", "/node", "/root")
-
-
-@pytest.mark.parametrize(("args", "spans"), [({}, (1, 1, 1, 1)), ({"data-parallel-size": 4}, (1, 4, 4, 4))])
-def test_port_spans(args: dict[str, object], spans: tuple[int, ...]) -> None:
-    """vLLM adds the data-parallel rank to its ports."""
-    assert port_spans(spec(args=args)) == spans
 
 
 _PARSE = """

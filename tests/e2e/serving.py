@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -17,8 +18,8 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from disagg_router.config import cluster_id
-from disagg_router.serve import free_port
+from disagg_router.controller.cluster import cluster_id
+from disagg_router.controller.ports import PortAllocator
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "disagg_router"]
@@ -107,6 +108,14 @@ def start(folder: Path, config: str, env: dict[str, str] | None = None) -> Servi
     assert line == f"ready {serving.url}\n", serving.stderr()[-4000:]
     serving.until_tested()
     return serving
+
+
+def free_port() -> int:
+    """Below the ephemeral range, where an outgoing connection could take it, and above what engines are given.
+
+    Leased until the test process ends, so that nobody gets it twice.
+    """
+    return PortAllocator(random.Random(), 30000, 32767).lease(1).ports[0]
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -128,6 +128,19 @@ def test_c03_only_one_token_is_generated_by_the_prefill(cluster):
     assert engine_counter(url, name) - before == 1
 
 
+def test_c11_a_refused_decode_leg_frees_the_prefill(cluster):
+    """`logprobs: "x"` is stripped from the prefill leg and refused by the decode engine's schema. Without a release the
+    blocks would stay for the lease, 30 s."""
+    body = {"model": "tiny", "prompt": prompt_of(1500), "max_tokens": 4, "logprobs": "x"}
+    headers = {"x-disagg-path": "remote_prefill"}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
+    assert (answer.status_code, answer.headers["x-disagg-prefill"]) == (400, "prefill-0")
+    deadline = time.monotonic() + 10
+    while used := engine_counter(cluster.instance("prefill")["url"], "vllm:kv_cache_usage_perc"):
+        assert time.monotonic() < deadline, used
+        time.sleep(0.1)
+
+
 def test_c11_a_stream_left_early_frees_the_kv_on_both_sides(cluster):
     """30 clients leave at different moments; KV usage and running requests go back to nothing."""
 

@@ -16,9 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from disagg_router.config import cluster_id
-from disagg_router.serve import free_port
-from tests.e2e.serving import COMMAND, ROOT, environment, marked, nothing_left_of
+from disagg_router.controller.cluster import cluster_id
+from tests.e2e.serving import COMMAND, ROOT, environment, free_port, marked, nothing_left_of
 
 pytestmark = pytest.mark.engine
 

@@ -150,7 +150,7 @@ async def test_a_report_holds_what_the_engine_tells(client: VllmClient, engine: 
     report = await client.report(engine.url)
     expected = Fingerprint(model="/models/tiny", vllm_version="0.32.0", kv_dtype="auto", block_size=32)
     assert report.fingerprint == expected
-    assert (report.served_models, report.max_model_len_tokens) == (("tiny",), 8192)
+    assert (report.served_models, report.model_cards[0]["max_model_len"]) == (("tiny",), 8192)
     assert report.model_cards[0]["owned_by"] == "vllm"
     engine.started_s += 20
     assert (await client.report(engine.url)).incarnation != report.incarnation

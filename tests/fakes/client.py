@@ -19,7 +19,6 @@ from disagg_router.model import Body, Fingerprint
 REPORT = EngineReport(
     fingerprint=Fingerprint(model="./model", vllm_version="0.32.0", block_size=32),
     served_models=("tiny",),
-    max_model_len_tokens=8192,
     model_cards=({"id": "tiny", "object": "model", "max_model_len": 8192},),
     incarnation=None,
 )
@@ -80,8 +79,8 @@ class FakeClient:
         self.script: dict[str, list[Any]] = defaultdict(list)
         self.tokens: int | UpstreamError = tokens
         self.tokenized = 0
-        self.health: dict[str, bool | UpstreamError] = {}
-        self.reports: dict[str, EngineReport | UpstreamError] = {}
+        self.health: dict[str, bool | Exception] = {}
+        self.reports: dict[str, EngineReport | Exception] = {}
         self.open_now = 0
         self.answered = asyncio.Event()  # set after every prefill answer
 
@@ -136,13 +135,13 @@ class FakeClient:
 
     async def healthy(self, url: str) -> bool:
         answer = self.health.get(_name(url), True)
-        if isinstance(answer, UpstreamError):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
     async def report(self, url: str) -> EngineReport:
         answer = self.reports.get(_name(url), REPORT)
-        if isinstance(answer, UpstreamError):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 

@@ -28,6 +28,7 @@ class Script:
     head_delay_s: float = 0.0
     event_delay_s: float = 0.0  # before each event of a stream
     cut_after: int | None = None  # close without a proper end after this many events
+    hang_after: int | None = None  # nothing more after this many events
     error_first: int | None = None  # 200, then an error event with this code
     reset: bool = False  # no answer, the connection is reset
     close: bool = False  # no answer, the connection is closed
@@ -233,6 +234,8 @@ class FakeEngine:
         for i, data in enumerate([*map(json.dumps, events), "[DONE]"]):
             if i == script.cut_after:
                 return False
+            if i == script.hang_after:
+                await asyncio.Event().wait()
             await asyncio.sleep(script.event_delay_s)
             await wire.chunk(f"data: {data}\n\n".encode())
         await wire.chunk(b"")

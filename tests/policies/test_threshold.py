@@ -51,8 +51,27 @@ def test_the_default_is_256():
 )
 def test_a_long_prompt_without_a_usable_pair_stays_local(cluster, splittable, reason):
     """Served, not refused; and the decision says why it was not split."""
-    decision = build_policy("threshold", {}).decide(request(prompt_tokens=9999, splittable=splittable), cluster)
+    # The router does not have a request counted that it must not split.
+    asked = request(prompt_tokens=9999 if splittable else None, splittable=splittable)
+    decision = build_policy("threshold", {}).decide(asked, cluster)
     assert (decision.path, decision.reason, decision.prefill) == (LOCAL, reason, None)
+
+
+def test_a_prompt_nobody_could_count_stays_local():
+    """And is not taken for a short one. T=0 needs no count."""
+    cluster = view("p0", "d0", pairs="p0>d0")
+    assert build_policy("threshold", {}).decide(request(), cluster).reason is Reason.NOT_COUNTED
+    assert build_policy("threshold", {"tokens": 0}).decide(request(), cluster).path is REMOTE
+
+
+def test_the_target_that_was_judged_is_the_one_that_decodes():
+    """Its cache is why the prompt was long or short. Another is taken only where no pair leads to it."""
+    cached = request(prompt_tokens=1000, cached_tokens={target("d0"): 0, target("d1"): 900})
+    busy = {"d1": 1}
+    decision = build_policy("threshold", {}).decide(cached, view("p0", "d0", "d1", pairs="p0>d0 p0>d1", **busy))
+    assert (decision.decode, decision.terms["uncached_tokens"]) == (target("d0"), 1000)
+    decision = build_policy("threshold", {}).decide(cached, view("p0", "d0", "d1", pairs="p0>d1", **busy))
+    assert (decision.path, decision.decode) == (REMOTE, target("d1"))
 
 
 def test_without_a_decode_instance_there_is_no_decision():

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from disagg_router.config import ClusterConfig
-from disagg_router.proxy.server import Listener, listen
+from disagg_router.listening import Listener, listen
 from disagg_router.wiring import RouterParts, build_router
 from tests.fakes.engine import FakeEngine
 

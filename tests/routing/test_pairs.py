@@ -136,6 +136,48 @@ async def test_a_verdict_about_an_end_that_was_replaced_meanwhile_is_dropped():
         assert world.tests[1] == ("second", "d0-first")
 
 
+async def test_the_test_of_an_end_that_was_replaced_is_ended():
+    """It would hold a slot until its limit."""
+    world = World()
+    world.outcomes = ["hang"]
+    world.tester = PairTester(world.test, retest_s=10, limit_s=1000, clock=world.clock, changed=world.changed)
+    async with world.running():
+        world.set("p0", incarnation="second")
+        await settle()
+        assert (len(world.tests), world.status.state) == (2, PairState.READY)
+
+
+async def test_one_decode_instance_is_tested_with_one_prefill_at_a_time():
+    """The test counts what that engine pulls, and must not count another's."""
+    world, running, most = World(), 0, 0
+
+    async def test(prefill, decode):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+
+    world.instances = {i.id: i for i in (instance("p0"), instance("p1"), instance("p2"), instance("d0"))}
+    world.tester = PairTester(test, retest_s=10, limit_s=1, clock=world.clock, changed=world.changed)
+    async with world.running():
+        await asyncio.sleep(0.2)
+        assert {status.state for status in world.tester.statuses().values()} == {PairState.READY}
+    assert most == 1
+
+
+async def test_an_answer_nobody_foresaw_costs_the_pair_not_the_router():
+    """It fails, and is tried again."""
+    world = World()
+
+    async def test(prefill, decode):
+        raise ZeroDivisionError
+
+    world.tester = PairTester(test, retest_s=10, limit_s=1, clock=world.clock, changed=world.changed)
+    async with world.running():
+        assert "unforeseen way (ZeroDivisionError)" in str(world.status.reason)
+
+
 async def test_a_down_instance_is_not_tested():
     """It would only fail, and be avoided for longer once it is back."""
     world = World()

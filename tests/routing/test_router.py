@@ -135,10 +135,10 @@ async def test_the_threshold_policy_gets_the_engines_own_count():
 
 
 async def test_a_tokenizer_that_fails_costs_the_count_not_the_answer():
-    """Served as a short prompt, and the failure is counted."""
+    """Served local, and the failure is counted."""
     world = World(policy="threshold")
     world.client.tokens = UpstreamTimeout("slow")
-    assert (await world.ask())[0].reason is Reason.SHORT_PROMPT
+    assert (await world.ask())[0].reason is Reason.NOT_COUNTED
     assert [name for _, name in world.seen.failures] == ["UpstreamTimeout"] * 2
 
 
@@ -267,20 +267,44 @@ async def test_a_handoff_past_half_its_lease_is_never_sent(waited_s, sent):
     assert world.seen.handoffs == ([HandoffResult.SENT] if sent else [HandoffResult.EXPIRED, HandoffResult.SENT])
 
 
-async def test_c42_a_handoff_of_an_earlier_incarnation_is_never_sent():
-    """The prefill was restarted between its answer and the decode leg."""
+@pytest.mark.parametrize("restarted", ["p0", "d0"])
+async def test_c42_a_handoff_between_other_incarnations_is_never_sent(restarted):
+    """From another prefill it is worth nothing; another decode may have another block size and answer wrong."""
     world = World("p0", "d0")
-    complete = world.connector.complete
+    world.client.script["d0"] = [Connecting(0.02)]
+    asking = asyncio.create_task(world.ask())
+    await world.client.answered.wait()
+    world.change(restarted, incarnation="second", engine_id=None)
+    await asking
+    assert world.seen.handoffs == [HandoffResult.EXPIRED, HandoffResult.SENT]
+    decodes = [one for one in world.client.asked if one.kind == "decode"]
+    assert [one.sent for one in decodes] == [False, True]
 
-    def restart(handoff, answer, now_s):
-        done = complete(handoff, answer, now_s)
-        world.change("p0", incarnation="p0-second", engine_id=None)
-        return done
 
-    world.connector.complete = restart
-    await world.ask()
-    assert world.seen.handoffs[0] is HandoffResult.EXPIRED
-    assert all(one.body["kv_transfer_params"]["remote_engine_id"] for one in world.client.asked if one.kind == "decode")
+async def test_a_handoff_of_a_pair_that_is_no_longer_tested_is_never_sent():
+    """The decode came back as another process, and its pair waits for its test."""
+    world = World("p0", "d0")
+    world.client.script["d0"] = [Connecting(0.02)]
+    asking = asyncio.create_task(world.ask())
+    await world.client.answered.wait()
+    world.fleet = dataclasses.replace(world.fleet, pairs={pair("p0", "d0"): PairStatus(PairState.UNTESTED)})
+    decision, _ = await asking
+    assert (decision.path, world.seen.handoffs) == (Path.LOCAL, [HandoffResult.EXPIRED])
+    assert not any(one.sent for one in world.client.asked if one.kind == "decode")
+
+
+async def test_c11_a_decode_leg_that_is_refused_releases_the_prefill():
+    """Refused by its schema it never gets to where the engine would tell the prefill. The release holds nothing of
+    the client's but the model's name: another field may be the one that was refused."""
+    world = World("p0", "d0")
+    world.client.script["d0"] = [UpstreamRefused(400, "application/json", b"logprobs must be a number")]
+    with pytest.raises(UpstreamRefused):
+        await world.ask()
+    await settle()
+    [release] = [one for one in world.client.asked if one.kind == "release"]
+    assert sorted(release.body) == ["kv_transfer_params", "max_tokens", "model", "prompt"]
+    assert release.call.path == "/v1/completions"
+    assert world.at_rest()
 
 
 async def test_a_prefill_that_answers_nonsense_is_a_failed_prefill():
@@ -381,6 +405,16 @@ async def test_c23_draining_refuses_new_requests_and_waits_for_running_ones():
         with pytest.raises(Draining):
             await world.ask()
     assert await world.router.drain(0.01)
+
+
+async def test_every_decision_is_told_also_one_that_comes_to_nothing():
+    """A refusal names its targets too."""
+    world, told = World("d0", policy="always_local"), []
+    world.client.script["d0"] = [UpstreamRefused(400, "application/json", b"no")]
+    with pytest.raises(UpstreamRefused):
+        async with world.router.route(request(), BODY, decided=told.append):
+            pass
+    assert [decision.decode.instance for decision in told] == ["d0"]
 
 
 async def test_decide_sends_nothing():

@@ -10,6 +10,7 @@ import uvicorn
 from fastapi import FastAPI, Response
 
 from disagg_router.config import StaticInstance
+from disagg_router.connectors.compatibility import fingerprint_from_args
 from disagg_router.model import Fingerprint, Role
 from disagg_router.routing.clock import MonotonicClock
 from disagg_router.routing.sources import ControllerSource, FileSource, StaticSource
@@ -17,7 +18,11 @@ from tests.builders import FINGERPRINT
 
 
 def describe(entry):
-    return FINGERPRINT if entry.args is not None else Fingerprint()
+    if entry.args is None:
+        return Fingerprint()
+    if entry.args:
+        fingerprint_from_args(entry.args, {}, model=None, revision=None, connector="nixl:pull")
+    return FINGERPRINT
 
 
 async def first(source, limit_s=5.0):
@@ -62,6 +67,9 @@ async def test_a_file_is_read_again_when_it_changes(tmp_path):
         assert [i.id for i in (await anext(watch)).instances] == ["a:1"]
         path.write_text("instances: [{url: 'http://a:1', role", encoding="utf-8")
         waiting = asyncio.ensure_future(anext(watch))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        path.write_text("instances: [{url: 'http://a:1', role: decode, args: {block-size: [1]}}]", encoding="utf-8")
         await asyncio.sleep(0.05)
         assert not waiting.done()
         path.unlink()
@@ -118,8 +126,21 @@ async def test_a_controller_is_polled_and_survived():
     assert seen[2].instances[0].state.value == "starting"
 
 
-async def test_a_controller_that_is_not_there_is_waited_for():
-    """The router comes up first when both are started together."""
-    source = ControllerSource("http://127.0.0.1:9", _Hasty())
+class _Counting(MonotonicClock):
+    """Never waits, and gives up after so many sleeps."""
+
+    def __init__(self, sleeps: int) -> None:
+        self.left, self.longest_s = sleeps, 0.0
+
+    async def sleep(self, seconds: float) -> None:
+        self.left, self.longest_s = self.left - 1, max(self.longest_s, seconds)
+        if self.left < 0:
+            raise TimeoutError
+
+
+async def test_a_controller_that_is_away_for_long_is_waited_for():
+    """A day and longer; the last fleet stays in force meanwhile."""
+    clock = _Counting(1200)
     with pytest.raises(TimeoutError):
-        await first(source, 0.2)
+        await first(ControllerSource("http://127.0.0.1:9", clock), 60)
+    assert 2.0 < clock.longest_s < 10.0

@@ -145,6 +145,34 @@ async def test_a_contradiction_leaves_the_field_unknown():
         assert world.watch.seen.fingerprint.block_size is None
 
 
+async def test_an_answer_nobody_foresaw_costs_the_instance_not_the_router():
+    """It is out until it makes sense again."""
+    world = World()
+    world.client.reports["d0"] = ZeroDivisionError()
+    async with world.running():
+        assert world.state is InstanceState.STARTING
+        world.client.reports["d0"] = REPORT
+        await world.clock.advance(1)
+        assert world.state is InstanceState.READY
+
+
+async def test_a_failure_reported_during_a_probe_asks_for_another():
+    """The probe may have been answered before the failure."""
+    world = World()
+    healthy, probes = world.client.healthy, []
+
+    async def slow(url):
+        probes.append(url)
+        await asyncio.sleep(0.01)
+        return await healthy(url)
+
+    world.client.healthy = slow
+    async with world.running():
+        world.watch.poke()
+        await asyncio.sleep(0.05)
+        assert len(probes) == 2
+
+
 async def test_nothing_is_published_while_nothing_changes():
     """A fleet of 64 probed every second must not wake everybody every time."""
     world = World()
