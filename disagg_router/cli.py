@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg_router import __version__
-from disagg_router.config import ClusterConfig, http_url, load_config
+from disagg_router.config import ClusterConfig, http_url, load_config, load_model_config
 from disagg_router.controller.cluster import check_launchable, cluster_id, instance_specs
 from disagg_router.controller.processes import die_with_parent
 from disagg_router.controller.state import down as stop
 from disagg_router.controller.state import state_folder
+from disagg_router.cost.geometry import KVDtype, describe, from_config, from_numbers
 from disagg_router.errors import ConfigError, DisaggError, LaunchError
 from disagg_router.interfaces import JsonObject
 from disagg_router.listening import bracketed
@@ -144,6 +145,35 @@ def check_config(cluster: ClusterFile, as_json: AsJson = False) -> None:
     else:
         shown = ", ".join(f"{count} {role}" for role, count in pools.items()) or "a fleet that runs already"
         Console().print(f"{cluster} is good: {shown}, policy {config.router.policy.name}", highlight=False)
+
+
+@app.command()
+def kv(
+    config: Annotated[str | None, typer.Option(metavar="config.json", help="A Hugging Face model config.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Instead of --config, with the next two.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1)] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1)] = None,
+    dtype: Annotated[KVDtype, typer.Option(help="Of the KV cache.")] = KVDtype.BF16,
+    tokens: Annotated[int, typer.Option(min=0, help="How long a prompt.")] = 1,
+    gbit_per_s: Annotated[float | None, typer.Option(help="Of the link, for the time it takes at least.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """How many bytes of KV a prompt has, and how long a link takes to move them at least."""
+    if config is not None and (layers, kv_heads, head_dim) == (None, None, None):
+        geometry = from_config(load_model_config(config), dtype=dtype)
+    elif config is None and layers is not None and kv_heads is not None and head_dim is not None:
+        geometry = from_numbers(layers, kv_heads, head_dim, dtype)
+    else:
+        raise ConfigError("give either --config or all of --layers, --kv-heads and --head-dim")
+    figures = describe(geometry, tokens, gbit_per_s)
+    if as_json:
+        _print_json(figures)
+        return
+    console = Console()
+    console.print(f"{figures['bytes_per_token']:,} bytes per token", highlight=False)
+    console.print(f"{figures['bytes']:,} bytes for {tokens:,} tokens", highlight=False)
+    if figures["transfer_floor_s"] is not None:
+        console.print(f"{figures['transfer_floor_s']:.4g} s at least at {gbit_per_s:g} Gbit/s", highlight=False)
 
 
 @app.command()

@@ -6,6 +6,7 @@ Every mistake is a ConfigError of one sentence with the key's path in it; an unk
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -204,6 +205,19 @@ def load_config(path: str | os.PathLike[str]) -> ClusterConfig:
     except ValidationError as exc:
         raise ConfigError(f"{file}: {_one_sentence(exc)}") from exc
     return _resolve_paths(config, file.resolve().parent)
+
+
+def load_model_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A model's config.json. Raises ConfigError."""
+    try:
+        data = json.loads(FilePath(path).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}: {exc.strerror or exc}; give the path of a config.json") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{path} is not JSON: give the path of a model's config.json") from exc
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} does not hold one JSON object: give the path of a model's config.json")
+    return data
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

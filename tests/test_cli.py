@@ -239,6 +239,47 @@ def test_the_examples_are_good(example, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "bytes_per_token", "kv_bytes", "floor_s"),
+    [
+        # 80 layers x 8 heads x 128 x (K and V) x 2 bytes; 8,192 tokens are 2.5 GiB, at 12.5 GB/s 0.215 s.
+        (["--layers", "80", "--tokens", "8192", "--gbit-per-s", "100"], 327_680, 5 * 2**29, 5 * 2**29 / 12.5e9),
+        (["--layers", "80", "--tokens", "32768"], 327_680, 10 * 2**30, None),
+        (["--layers", "32", "--tokens", "32768"], 131_072, 2**32, None),  # 4.29 GB
+        (["--layers", "32", "--tokens", "32768", "--dtype", "fp8"], 65_536, 2**31, None),
+    ],
+)
+def test_c57_kv_bytes(folder, words, bytes_per_token, kv_bytes, floor_s):
+    """The contract's figures, worked by hand."""
+    done = run(folder, "kv", "--kv-heads", "8", "--head-dim", "128", *words, "--json")
+    shown = json.loads(done.stdout)
+    assert shown == {"bytes_per_token": bytes_per_token, "bytes": kv_bytes, "transfer_floor_s": pytest.approx(floor_s)}
+
+
+def test_kv_of_a_model_config(folder):
+    """The tiny model: 2 layers x 2 heads x 32 x (K and V) x 2 bytes."""
+    done = run(folder, "kv", "--config", str(ROOT / "model" / "config.json"), "--tokens", "10", "--json")
+    assert json.loads(done.stdout) == {"bytes_per_token": 512, "bytes": 5120, "transfer_floor_s": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["kv"], "give either --config or all of"),
+        (["kv", "--layers", "2"], "give either --config or all of"),
+        (["kv", "--config", "{folder}/cluster.yaml"], "is not JSON"),
+        (["kv", "--config", "{folder}/nowhere"], "cannot read"),
+        (["kv", "--config", "{folder}/model/config.json"], "config.json does not give"),
+        (["kv", "--layers", "1", "--kv-heads", "1", "--head-dim", "1", "--gbit-per-s", "0"], "Gbit"),
+    ],
+)
+def test_kv_without_what_it_needs(folder, inside, words, says):
+    """One sentence."""
+    code, out, [line] = inside(*(word.format(folder=folder) for word in words))
+    assert (code, out) == (2, "")
+    assert says.lower() in line.lower()
+
+
 def test_status_of_nothing_is_exit_code_1(tmp_path):
     """Naming the option."""
     done = run(tmp_path, "status", "--admin", "http://127.0.0.1:9")
