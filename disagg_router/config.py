@@ -127,6 +127,7 @@ class RouterConfig(_Strict):
     admission: AdmissionConfig = AdmissionConfig()
     slo: SloConfig = SloConfig()
     health: HealthConfig = HealthConfig()
+    index_entries: PositiveInt = 1_000_000  # blocks of all targets together that the prefix index remembers
     stream_resume: bool = True
     allow_path_override: bool = False
     admin_token: Annotated[str, Field(min_length=1)] | None = None

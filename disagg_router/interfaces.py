@@ -130,12 +130,15 @@ class EngineResponse(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What an engine says of itself. `model_cards` are the entries of its /v1/models, as they are."""
+    """What an engine says of itself. `model_cards` are the entries of its /v1/models, as they are; `kv_events` and
+    `kv_replay` the ZMQ endpoints of its rank 0, where it publishes."""
 
     fingerprint: Fingerprint
     served_models: tuple[str, ...]
     model_cards: tuple[JsonObject, ...]
     incarnation: str | None  # changes when the process is another one; None where it cannot be told
+    kv_events: str | None = None
+    kv_replay: str | None = None
 
 
 class EngineClient(Protocol):
@@ -150,8 +153,8 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def tokenize(self, url: str, body: Body) -> int:
-        """How many tokens the engine makes of this completion or chat body."""
+    async def tokenize(self, url: str, body: Body) -> list[int]:
+        """The token ids the engine makes of this completion or chat body."""
         ...
 
     async def healthy(self, url: str) -> bool:
@@ -163,6 +166,12 @@ class EngineClient(Protocol):
     async def counters(self, url: str) -> Mapping[str, float]:
         """The engine's metrics, `name` or `name{label="value"}` -> value, summed over its engines."""
         ...
+
+
+class FollowEvents(Protocol):
+    """Feeds the prefix index with the instance's KV events until it is cancelled."""
+
+    async def __call__(self, instance: Instance) -> None: ...
 
 
 class PairTest(Protocol):

@@ -99,7 +99,8 @@ class Instance:
     incarnation: str
     engine_id: str | None = None
     fingerprint: Fingerprint = Fingerprint()
-    kv_events: str | None = None  # zmq endpoint
+    kv_events: str | None = None  # ZMQ endpoint that publishes, and
+    kv_replay: str | None = None  # the one that says again what was missed
     side_channel: str | None = None  # host:port of the connector's handshake
 
 

@@ -21,11 +21,12 @@ from disagg_router.controller.run import ControllerParts, run_controller
 from disagg_router.controller.spec import build_command
 from disagg_router.engines.client import VllmClient
 from disagg_router.engines.connection import UpstreamLimits
+from disagg_router.engines.kv_events import follow_kv_events
 from disagg_router.engines.selftest import self_test
-from disagg_router.errors import ConfigError, UpstreamTimeout
+from disagg_router.errors import ConfigError, UpstreamError, UpstreamTimeout
 from disagg_router.interfaces import Clock, FleetSource, KVConnector, PairTest, PathPolicy
 from disagg_router.listening import Listener, listen
-from disagg_router.model import EngineAddress, Fingerprint, Instance, InstanceSpec
+from disagg_router.model import EngineAddress, Fingerprint, Instance, InstanceId, InstanceSpec, Target
 from disagg_router.observability.metrics import Metrics
 from disagg_router.observability.requests import RequestRecorder
 from disagg_router.policies.override import PathOverride
@@ -37,8 +38,11 @@ from disagg_router.proxy.relay import RoutedEndpoint
 from disagg_router.proxy.server import run_router
 from disagg_router.routing.brain import Brain
 from disagg_router.routing.clock import MonotonicClock
+from disagg_router.routing.followers import Followers
 from disagg_router.routing.leases import LeaseBook
 from disagg_router.routing.legs import LegLimits, Legs
+from disagg_router.routing.prefix_index import PrefixIndex
+from disagg_router.routing.prompts import PromptReader
 from disagg_router.routing.router import Router
 from disagg_router.routing.sources import ControllerSource, FileSource, StaticSource
 
@@ -126,10 +130,12 @@ def build_router(config: ClusterConfig, controller_url: str | None = None) -> Ro
         UpstreamLimits(connect_s=limits.connect_s, first_byte_s=limits.first_byte_s, idle_s=limits.idle_s),
         health_s=config.router.health.timeout_s,
     )
+    index = PrefixIndex(config.router.index_entries)
     brain = Brain(
         fleet_source(config, controller_url, connector),
         client,
         _pair_test(config, connector, client, clock),
+        Followers(functools.partial(follow_kv_events, index=index), index.forget, clock),
         served_name=config.model.served_name,
         health=config.router.health,
         clock=clock,
@@ -144,19 +150,28 @@ def build_router(config: ClusterConfig, controller_url: str | None = None) -> Ro
         observer=metrics,
         clock=clock,
     )
+    rng = random.Random()
+
+    def tokenizer_failed(instance: InstanceId, error: UpstreamError) -> None:
+        metrics.leg_failed(Target(instance), error)
+        brain.suspect(instance)
+
+    prompts = PromptReader(
+        client=client, fleet=lambda: brain.fleet, index=index, leases=leases, failed=tokenizer_failed, rng=rng
+    )
     router = Router(
         policy=policy,
         legs=legs,
         leases=leases,
-        client=client,
+        prompts=prompts,
         fleet=lambda: brain.fleet,
         suspect=brain.suspect,
         waiting_requests=config.router.admission.queue,
         observer=metrics,
         now_s=clock.now_s,
-        rng=random.Random(),
+        rng=rng,
     )
-    metrics.watch(lambda: brain.fleet, leases)
+    metrics.watch(lambda: brain.fleet, leases, index)
     public, admin = _apps(config, router, brain, metrics, clock)
     return RouterParts(router=router, brain=brain, client=client, public=public, admin=admin)
 

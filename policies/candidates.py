@@ -58,10 +58,11 @@ def local(
 
 
 def _least_loaded(targets: list[TargetView], request: InferenceRequest) -> TargetView:
-    """Fewest requests; equals are shared out by the request's own tiebreak, so that replicas do not march in step."""
+    """Fewest requests, then most of the prompt cached; what is still equal is shared out by the request's own tiebreak,
+    so that replicas do not march in step."""
 
-    def weight(view: TargetView) -> int:
-        return view.load.prefills + view.load.decodes
+    def weight(view: TargetView) -> tuple[int, int]:
+        return view.load.prefills + view.load.decodes, -request.cached_tokens.get(view.target, 0)
 
     least = min(weight(t) for t in targets)
     equals = [t for t in targets if weight(t) == least]

@@ -46,6 +46,7 @@ DOORS = {
     "nixl": ("connectors.engine_side",),
     "nixl_cu12": ("connectors.engine_side",),
     "httpx": ("engines", "routing.sources", "proxy.admin_client"),
+    "zmq": ("engines",),
     "fastapi": ("proxy", "controller", "wiring"),
     "starlette": ("proxy", "controller"),
     "uvicorn": ("listening",),

@@ -30,4 +30,8 @@ def create_app(feed: FleetFeed, long_poll_s: float = LONG_POLL_S) -> FastAPI:
 
 
 def fleet_json(snapshot: FleetSnapshot) -> dict[str, Any]:
-    return {"version": snapshot.version, "instances": [asdict(instance) for instance in snapshot.instances]}
+    """Without `kv_replay`: a router asks the engine itself for it."""
+    told = [asdict(instance) for instance in snapshot.instances]
+    for instance in told:
+        del instance["kv_replay"]
+    return {"version": snapshot.version, "instances": told}

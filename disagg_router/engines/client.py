@@ -7,6 +7,7 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -18,6 +19,7 @@ from disagg_router.engines.tokenize import tokenize_bodies, truncated
 from disagg_router.engines.upstream import Upstream
 from disagg_router.errors import UpstreamError, UpstreamTimeout
 from disagg_router.interfaces import EngineCall, EngineReport, EngineResponse
+from disagg_router.listening import bracketed
 from disagg_router.model import Body, Fingerprint
 
 # Above this the parse is moved off the event loop; it takes some milliseconds per 100 kB.
@@ -64,20 +66,20 @@ class VllmClient:
             await checked(response, end_s - loop.time())
             yield response
 
-    async def tokenize(self, url: str, body: Body) -> int:
-        """The prompt's length in tokens, as the engine will count it.
+    async def tokenize(self, url: str, body: Body) -> list[int]:
+        """The prompt's token ids, as the engine will see them.
 
         Raises BadRequest when there is no prompt, UpstreamRefused with the engine's own answer when it refuses the
         prompt (it would refuse the generation too), UpstreamError otherwise.
         """
-        tokens, asked = tokenize_bodies(body)
+        ids, asked = tokenize_bodies(body)
         try:
             async with asyncio.timeout(self._tokenize_s):
                 for each in asked:
-                    tokens += await self._count(url, each)
+                    ids = ids + await self._ids(url, each)
         except TimeoutError as exc:
             raise UpstreamTimeout(f"the engine did not tokenize within {self._tokenize_s:g} s") from exc
-        return truncated(body, tokens)
+        return truncated(body, ids)
 
     async def healthy(self, url: str) -> bool:
         try:
@@ -90,8 +92,11 @@ class VllmClient:
 
     async def report(self, url: str) -> EngineReport:
         """Only what the engine tells without its development mode; what it does not tell stays None."""
-        version, models, metrics = await asyncio.gather(
-            self._json(url, "/version"), self._json(url, "/v1/models"), self._metrics(url)
+        version, models, metrics, sources = await asyncio.gather(
+            self._json(url, "/version"),
+            self._json(url, "/v1/models"),
+            self._metrics(url),
+            self._event_sources(url),
         )
         try:
             cards = [dict(card) for card in models["data"]]
@@ -108,6 +113,8 @@ class VllmClient:
                 served_models=tuple(str(card["id"]) for card in cards),
                 model_cards=tuple(cards),
                 incarnation=exposition.start_time(metrics),
+                kv_events=sources[0],
+                kv_replay=sources[1],
             )
         except (KeyError, TypeError, ValueError, StopIteration) as exc:
             raise UpstreamError("the engine's /version and /v1/models are not those of a vLLM server") from exc
@@ -118,13 +125,29 @@ class VllmClient:
             return exposition.counters(text)
         return await asyncio.to_thread(exposition.counters, text)
 
-    async def _count(self, url: str, asked: Mapping[str, Any]) -> int:
+    async def _ids(self, url: str, asked: Mapping[str, Any]) -> list[int]:
         async with self.open(url, EngineCall("/tokenize", msgspec.json.encode(asked))) as response:
             answer = await response.read()
         try:
-            return msgspec.json.decode(answer, type=_TokenCount).count
+            return msgspec.json.decode(answer, type=_Tokens).tokens
         except msgspec.MsgspecError as exc:
-            raise UpstreamError("the engine's answer to /tokenize holds no count") from exc
+            raise UpstreamError("the engine's answer to /tokenize holds no tokens") from exc
+
+    async def _event_sources(self, url: str) -> tuple[str | None, str | None]:
+        """Where rank 0 publishes its KV events and replays them, as seen from here; None where it does not.
+
+        The engine names the address it binds, of which only the port means anything to others.
+        """
+        try:
+            source = (await self._json(url, "/kv_event_sources") or {}).get("0") or {}
+        except UpstreamError:
+            return None, None  # an engine without this route is served all the same, and taken for empty
+        host = bracketed(urlsplit(url).hostname or "")
+        if not source.get("enable_kv_cache_events"):
+            return None, None
+        ports = [str(source.get(name) or "").rpartition(":")[2] for name in ("endpoint", "replay_endpoint")]
+        events, replay = (f"tcp://{host}:{port}" if port.isdecimal() else None for port in ports)
+        return events, replay
 
     async def _json(self, url: str, path: str) -> Any:  # noqa: ANN401 - JSON
         response = await self._get(url, path)
@@ -149,8 +172,8 @@ class VllmClient:
         return response
 
 
-class _TokenCount(msgspec.Struct):
-    count: int
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
 
 
 def _known(label: str | None) -> str | None:

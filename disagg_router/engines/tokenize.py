@@ -1,4 +1,4 @@
-"""A generation request's body -> what the engine's /tokenize must be asked to count the same prompt."""
+"""A generation request's body -> what the engine's /tokenize must be asked for the ids of the same prompt."""
 
 from __future__ import annotations
 
@@ -24,24 +24,27 @@ _CHAT_FIELDS = (
 )
 
 
-def tokenize_bodies(body: Body) -> tuple[int, list[dict[str, Any]]]:
-    """(tokens that can be counted here, one /tokenize body for each text that cannot).
+def tokenize_bodies(body: Body) -> tuple[list[int], list[dict[str, Any]]]:
+    """(token ids the body gives itself, one /tokenize body for each text).
 
     Raises BadRequest for a body without a prompt, or with one that is no text and no list of token ids.
     """
     if "messages" in body:
-        return 0, [_chat(body)]
+        return [], [_chat(body)]
     if "prompt" not in body:
         raise BadRequest("prompt or messages is missing", param="prompt")
-    counted, texts = _split_prompt(_decode(body["prompt"]))
+    ids, texts = _split_prompt(_decode(body["prompt"]))
     given = {name: body[name] for name in _COMPLETION_FIELDS if name in body}
-    return counted, [{**given, "prompt": text} for text in texts]
+    return ids, [{**given, "prompt": text} for text in texts]
 
 
-def truncated(body: Body, tokens: int) -> int:
-    """/tokenize knows nothing of `truncate_prompt_tokens`; a negative value means the context, which is no cut here."""
+def truncated(body: Body, ids: list[int]) -> list[int]:
+    """/tokenize knows nothing of `truncate_prompt_tokens`: the last so many are kept, or the first when the side is
+    right; a negative value means the context, which is no cut here."""
     keep = _decode(body.get("truncate_prompt_tokens"))
-    return min(tokens, keep) if isinstance(keep, int) and keep > 0 else tokens
+    if not isinstance(keep, int) or keep <= 0:
+        return ids
+    return ids[:keep] if _decode(body.get("truncation_side")) == "right" else ids[-keep:]
 
 
 def _chat(body: Body) -> dict[str, Any]:
@@ -57,17 +60,17 @@ def _chat(body: Body) -> dict[str, Any]:
     return asked
 
 
-def _split_prompt(prompt: object) -> tuple[int, list[str]]:
+def _split_prompt(prompt: object) -> tuple[list[int], list[str]]:
     if isinstance(prompt, str):
-        return 0, [prompt]
+        return [], [prompt]
     if _is_ids(prompt):
-        return len(prompt), []
+        return prompt, []
     items = prompt if isinstance(prompt, list) else []
     texts = [item for item in items if isinstance(item, str)]
     id_lists = [item for item in items if _is_ids(item)]
     if not items or len(texts) + len(id_lists) < len(items):
         raise BadRequest("prompt must be a text, a list of token ids, or a list of those", param="prompt")
-    return sum(map(len, id_lists)), texts
+    return [token for ids in id_lists for token in ids], texts
 
 
 def _is_ids(prompt: object) -> TypeGuard[list[int]]:

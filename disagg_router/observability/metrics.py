@@ -12,6 +12,7 @@ from disagg_router.errors import RequestError
 from disagg_router.model import Decision, HandoffResult, InferenceRequest, Target
 from disagg_router.routing.fleet import Fleet
 from disagg_router.routing.leases import LeaseBook
+from disagg_router.routing.prefix_index import PrefixIndex
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 60)
 
@@ -54,17 +55,17 @@ class Metrics:
     def handoff(self, result: HandoffResult) -> None:
         self.handoffs.labels(result.value).inc()
 
-    def watch(self, fleet: Callable[[], Fleet], leases: LeaseBook) -> None:
+    def watch(self, fleet: Callable[[], Fleet], leases: LeaseBook, index: PrefixIndex) -> None:
         """Add the gauges that are read off the fleet at scrape time; a gone instance's series go with it."""
-        self.registry.register(_FleetCollector(fleet, leases))
+        self.registry.register(_FleetCollector(fleet, leases, index))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
 
 class _FleetCollector(Collector):
-    def __init__(self, fleet: Callable[[], Fleet], leases: LeaseBook) -> None:
-        self._fleet, self._leases = fleet, leases
+    def __init__(self, fleet: Callable[[], Fleet], leases: LeaseBook, index: PrefixIndex) -> None:
+        self._fleet, self._leases, self._index = fleet, leases, index
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         fleet = self._fleet()
@@ -81,4 +82,18 @@ class _FleetCollector(Collector):
         leases = GaugeMetricFamily("disagg_leases", "Leases held now.", labels=["kind", "instance"])
         for (kind, target), count in self._leases.held().items():
             leases.add_metric([kind.value, target.instance], float(count))
-        return (instances, pairs, leases)
+        return (instances, pairs, leases, *self._of_the_index())
+
+    def _of_the_index(self) -> Iterable[GaugeMetricFamily]:
+        stats = self._index.stats()
+        figures = GaugeMetricFamily(
+            "disagg_index", "The prefix index: entries now, and counts since the start.", labels=["what"]
+        )
+        for name in ("entries", "evictions", "stored", "lookups", "hits"):
+            figures.add_metric([name], float(getattr(stats, name)))
+        dropped = GaugeMetricFamily(
+            "disagg_index_dropped", "Blocks that events announced and the index left out.", labels=["reason"]
+        )
+        for reason, count in stats.dropped.items():
+            dropped.add_metric([reason.value], float(count))
+        return (figures, dropped)

@@ -22,6 +22,8 @@ ROUTED_ENDPOINTS = (COMPLETIONS, CHAT, *WHOLE_ENDPOINTS)
 # Fields with which a client could steer the engines: a malformed kv_transfer_params kills the decode engine, a
 # well-formed one reads another request's KV.
 _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id", "mm_payload")
+# Inside vllm_xargs this one too: it makes an engine announce blocks again that it announced before.
+_INTERNAL_XARGS = (*_INTERNAL_FIELDS, "kv_cache_report_mode")
 # Of the client's headers only these reach an engine.
 _FORWARDED_HEADERS = ("authorization", "traceparent", "tracestate")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -105,7 +107,7 @@ def _clean(body: dict[str, msgspec.Raw]) -> Body:
     if "vllm_xargs" in clean:  # vLLM lays these over the same dict that carries kv_transfer_params
         xargs = _value(clean, "vllm_xargs")
         if isinstance(xargs, dict):
-            clean["vllm_xargs"] = {key: value for key, value in xargs.items() if key not in _INTERNAL_FIELDS}
+            clean["vllm_xargs"] = {key: value for key, value in xargs.items() if key not in _INTERNAL_XARGS}
     return clean
 
 

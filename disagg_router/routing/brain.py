@@ -9,6 +9,7 @@ from disagg_router.config import HealthConfig
 from disagg_router.interfaces import Clock, EngineClient, FleetSource, JsonObject, PairTest
 from disagg_router.model import FleetSnapshot, InstanceId
 from disagg_router.routing.fleet import Fleet
+from disagg_router.routing.followers import Followers
 from disagg_router.routing.pairs import PairTester
 from disagg_router.routing.watch import InstanceWatch
 
@@ -23,12 +24,14 @@ class Brain:
         source: FleetSource,
         client: EngineClient,
         test_pair: PairTest,
+        followers: Followers,
         *,
         served_name: str,
         health: HealthConfig,
         clock: Clock,
     ) -> None:
-        self._source, self._client = source, client
+        self._source, self._client, self._followers = source, client, followers
+        self._group: asyncio.TaskGroup | None = None  # while it runs
         self._served_name, self._health, self._clock = served_name, health, clock
         self._watches: dict[InstanceId, InstanceWatch] = {}
         self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
@@ -44,6 +47,7 @@ class Brain:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
+            self._group = group
             group.create_task(self._pairs.run())
             async for snapshot in self._source.watch():
                 self._adopt(snapshot, group)
@@ -82,7 +86,10 @@ class Brain:
         self._instances_changed()
 
     def _instances_changed(self) -> None:
-        self._pairs.update({id_: watch.seen for id_, watch in self._watches.items()})
+        seen = {id_: watch.seen for id_, watch in self._watches.items()}
+        self._pairs.update(seen)
+        if self._group is not None:
+            self._followers.update(seen, self._group)
         self._publish()
 
     def _publish(self) -> None:

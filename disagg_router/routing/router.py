@@ -14,14 +14,14 @@ from disagg_router.errors import (
     NoDecodeInstance,
     QueueFull,
     UpstreamError,
-    UpstreamRefused,
     UpstreamUnreachable,
 )
-from disagg_router.interfaces import EngineClient, EngineResponse, PathPolicy, RouteObserver
-from disagg_router.model import Body, Decision, InferenceRequest, Instance, InstanceId, Target
+from disagg_router.interfaces import EngineResponse, PathPolicy, RouteObserver
+from disagg_router.model import Body, Decision, InferenceRequest, InstanceId
 from disagg_router.routing.fleet import Fleet
 from disagg_router.routing.leases import LeaseBook
 from disagg_router.routing.legs import HandoffExpired, LegFailed, Legs, Work
+from disagg_router.routing.prompts import PromptReader
 
 TRIES_AFTER_A_FAILURE = 1  # a request that broke one engine gets one more, never a third
 
@@ -47,7 +47,7 @@ class Router:
         policy: PathPolicy,
         legs: Legs,
         leases: LeaseBook,
-        client: EngineClient,
+        prompts: PromptReader,
         fleet: Callable[[], Fleet],
         suspect: Callable[[InstanceId], None],
         waiting_requests: int,
@@ -55,7 +55,7 @@ class Router:
         now_s: Callable[[], float],
         rng: random.Random,
     ) -> None:
-        self._policy, self._legs, self._client = policy, legs, client
+        self._policy, self._legs, self._prompts = policy, legs, prompts
         self._fleet, self._suspect, self._waiting_requests = fleet, suspect, waiting_requests
         self._observer, self._now_s, self._rng = observer, now_s, rng
         self._waiting = 0
@@ -157,30 +157,10 @@ class Router:
         return self._policy.decide(dataclasses.replace(request, tiebreak=self._rng.random()), view)
 
     async def _counted(self, request: InferenceRequest, body: Body) -> InferenceRequest:
-        """With its exact number of tokens, where the policy wants it. A tokenizer that fails costs the request its
-        count (it is then served as a short one), not its answer."""
+        """With its exact number of tokens and what is cached of them, where the policy wants to know."""
         if not self._policy.needs_token_count or not request.splittable or request.forced_path is not None:
             return request
-        for instance in self._tokenizers():
-            try:
-                return dataclasses.replace(request, prompt_tokens=await self._client.tokenize(instance.url, body))
-            except UpstreamRefused:
-                raise
-            except UpstreamError as exc:
-                self._observer.leg_failed(Target(instance.id), exc)
-                self._suspect(instance.id)
-        return request
-
-    def _tokenizers(self) -> list[Instance]:
-        """Two instances to ask, the least busy first: every engine of a model has the same tokenizer."""
-
-        def busy(instance: Instance) -> int:
-            load = self.leases.load(Target(instance.id))
-            return load.prefills + load.decodes
-
-        ready = self._fleet().ready()
-        self._rng.shuffle(ready)
-        return sorted(ready, key=busy)[:2]
+        return await self._prompts.read(request, body)
 
     def _enter(self) -> None:
         if self.draining:

@@ -131,4 +131,6 @@ class InstanceWatch:
             state=InstanceState.READY,
             fingerprint=fingerprint,
             incarnation=declared.incarnation or report.incarnation or f"arrival-{self._arrivals}",
+            kv_events=report.kv_events,
+            kv_replay=report.kv_replay,
         )

@@ -18,8 +18,10 @@ from tests.e2e.serving import (
     command_line,
     descendants,
     gone_within,
+    local_cpu_config,
     marked,
     nothing_left_of,
+    start,
 )
 
 pytestmark = pytest.mark.engine
@@ -50,7 +52,8 @@ def api_server(cluster: Serving, role: str) -> int:
 
 
 def remote(cluster: Serving) -> httpx.Response:
-    body = {"model": "tiny", "prompt": "y" * 300, "max_tokens": 4, "temperature": 0}
+    """A long prompt that nobody holds yet."""
+    body = {"model": "tiny", "prompt": f"{time.monotonic()} " + "y" * 300, "max_tokens": 4, "temperature": 0}
     return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60, trust_env=False)
 
 
@@ -111,20 +114,38 @@ def test_engines_come_back_when_a_supervisor_and_an_actor_die(cluster, death_tab
         death_table.append((name, "the old engine's processes", f"{gone[old.role]:.1f}", f"{back_s:.1f}"))
 
 
-@pytest.mark.parametrize("victim", ["raylet", "serve"])
-def test_nothing_is_left_when_ray_or_serve_dies(cluster, victim, death_table):
-    """Engines, router, and the Ray that we started: all gone in 15 s."""
-    root = cluster.process.pid
-    below = descendants(root)
-    ours = sorted({*below, *cluster.processes(), *(pid for one in cluster.processes() for pid in descendants(one))})
-    raylet = [pid for pid in ours if command_line(pid).split(" ")[0].endswith("/raylet")]
-    assert len(raylet) == 1
-    with nothing_left_of(cluster.cluster):
-        os.kill(raylet[0] if victim == "raylet" else root, signal.SIGKILL)
-        gone_s = gone_within([root, *ours], NOTHING_LEFT_LIMIT_S)
-        assert cluster.processes() == []
-    status = cluster.stop(0)
-    assert status == (1 if victim == "raylet" else -signal.SIGKILL)
-    if victim == "raylet":
-        assert "error: the Ray that this controller hangs on is gone" in cluster.stderr()
-    death_table.append((victim, "everything", f"{gone_s:.1f}", "-"))
+def everything_of(serving: Serving) -> list[int]:
+    """`serve` itself, what is below it, and what carries its marker with all below that."""
+    marked_ours = serving.processes()
+    below = [pid for root in [serving.process.pid, *marked_ours] for pid in descendants(root)]
+    return sorted({serving.process.pid, *marked_ours, *below})
+
+
+def killed(serving: Serving, victim: int) -> float:
+    """Seconds from the SIGKILL until nothing of it is left."""
+    ours = everything_of(serving)
+    with nothing_left_of(serving.cluster):
+        os.kill(victim, signal.SIGKILL)
+        gone_s = gone_within(ours, NOTHING_LEFT_LIMIT_S)
+        assert serving.processes() == []
+    return gone_s
+
+
+def test_nothing_is_left_when_the_raylet_dies(cluster, death_table):
+    """Engines, router, and the Ray that we started: all gone in 15 s, with a sentence."""
+    [raylet] = [pid for pid in everything_of(cluster) if command_line(pid).split(" ")[0].endswith("/raylet")]
+    gone_s = killed(cluster, raylet)
+    assert cluster.stop(0) == 1
+    assert "error: the Ray that this controller hangs on is gone" in cluster.stderr()
+    death_table.append(("raylet", "everything", f"{gone_s:.1f}", "-"))
+
+
+def test_nothing_is_left_when_serve_dies(tmp_path, death_table):
+    """Its children die with it, the engines with theirs, and the Ray that we started."""
+    alone = local_cpu_config().replace("  prefill: {instances: 1}\n", "")
+    serving = start(tmp_path, alone, tested=False)
+    engines = [pid for pid in everything_of(serving) if "vllm" in command_line(pid).lower()]
+    assert len(engines) >= 2  # API server and engine core
+    gone_s = killed(serving, serving.process.pid)
+    assert serving.stop(0) == -signal.SIGKILL
+    death_table.append(("serve", "everything", f"{gone_s:.1f}", "-"))

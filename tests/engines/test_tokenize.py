@@ -1,4 +1,4 @@
-"""What /tokenize is asked, so that its count is the engine's own prompt count."""
+"""What /tokenize is asked, so that its ids are the engine's own."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def raw(body: dict[str, Any]) -> dict[str, msgspec.Raw]:
     return {key: msgspec.Raw(msgspec.json.encode(value)) for key, value in body.items()}
 
 
-def asked(body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
-    counted, bodies = tokenize_bodies(raw(body))
-    return counted, [msgspec.json.decode(msgspec.json.encode(each)) for each in bodies]
+def asked(body: dict[str, Any]) -> tuple[list[int], list[dict[str, Any]]]:
+    ids, bodies = tokenize_bodies(raw(body))
+    return ids, [msgspec.json.decode(msgspec.json.encode(each)) for each in bodies]
 
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({"model": "m", "prompt": "a", "max_tokens": 5}, (0, [{"model": "m", "prompt": "a"}])),
-        ({"prompt": "a", "add_special_tokens": False}, (0, [{"prompt": "a", "add_special_tokens": False}])),
-        ({"prompt": [5, 6, 7]}, (3, [])),
-        ({"prompt": [[5, 6], [7]]}, (3, [])),
-        ({"prompt": ["a", "b"]}, (0, [{"prompt": "a"}, {"prompt": "b"}])),
-        ({"model": "m", "messages": MESSAGES, "temperature": 0}, (0, [{"model": "m", "messages": MESSAGES}])),
+        ({"model": "m", "prompt": "a", "max_tokens": 5}, ([], [{"model": "m", "prompt": "a"}])),
+        ({"prompt": "a", "add_special_tokens": False}, ([], [{"prompt": "a", "add_special_tokens": False}])),
+        ({"prompt": [5, 6, 7]}, ([5, 6, 7], [])),
+        ({"prompt": [[5, 6], [7]]}, ([5, 6, 7], [])),
+        ({"prompt": ["a", "b"]}, ([], [{"prompt": "a"}, {"prompt": "b"}])),
+        ({"model": "m", "messages": MESSAGES, "temperature": 0}, ([], [{"model": "m", "messages": MESSAGES}])),
     ],
     ids=["text", "without special tokens", "ids", "lists of ids", "texts", "chat"],
 )
@@ -53,7 +53,7 @@ def test_everything_the_template_sees_goes_along() -> None:
         "media_io_kwargs": {},
         "mm_processor_kwargs": {},
     }
-    assert asked({**body, "tool_choice": "auto", "stream": True}) == (0, [body])
+    assert asked({**body, "tool_choice": "auto", "stream": True}) == ([], [body])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,16 @@ def test_a_body_without_prompt_is_refused() -> None:
         asked({"model": "m"})
 
 
-@pytest.mark.parametrize(("keep", "expected"), [(None, 10), (4, 4), (40, 10), (-1, 10)])
-def test_truncation_is_applied_to_the_count(keep: int | None, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [1, 2, 3, 4]),
+        ({"truncate_prompt_tokens": 3}, [2, 3, 4]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, [1, 2, 3]),
+        ({"truncate_prompt_tokens": 40}, [1, 2, 3, 4]),
+        ({"truncate_prompt_tokens": -1}, [1, 2, 3, 4]),
+    ],
+)
+def test_truncation_is_applied_to_the_ids(fields: dict[str, Any], expected: list[int]) -> None:
     """/tokenize does not know it; a negative value means the context."""
-    assert truncated(raw({"truncate_prompt_tokens": keep}), 10) == expected
+    assert truncated(raw(fields), [1, 2, 3, 4]) == expected

@@ -127,11 +127,11 @@ class FakeClient:
             "remote_block_ids": [list(range(math.ceil(tokens / 32)))],
         }
 
-    async def tokenize(self, url: str, body: Body) -> int:
+    async def tokenize(self, url: str, body: Body) -> list[int]:
         self.tokenized += 1
         if isinstance(self.tokens, UpstreamError):
             raise self.tokens
-        return self.tokens
+        return list(range(self.tokens))
 
     async def healthy(self, url: str) -> bool:
         answer = self.health.get(_name(url), True)

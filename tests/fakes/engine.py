@@ -61,6 +61,7 @@ class FakeEngine:
         self.pulled_tokens = 0
         self.connections = 0
         self.healthy = True
+        self.events_port: int | None = None
         self.idle_close_s: float | None = 5.0
         self.pull = "works"  # "works" | "recomputes" (nothing is moved) | "corrupts"
         self.logprob_shift = 0.0
@@ -160,6 +161,8 @@ class FakeEngine:
                 await wire.json(200, {"version": "0.32.0"})
             case "/v1/models":
                 await wire.json(200, shapes.models(self.served_name, self.model, self.max_model_len))
+            case "/kv_event_sources":
+                await wire.json(200, shapes.event_sources(self.events_port))
             case "/metrics":
                 await wire.body(200, "text/plain; version=1.0.0; charset=utf-8", self._metrics().encode())
             case "/tokenize":

@@ -57,6 +57,15 @@ def usage(prompt: int, completion: int, *, streamed: bool = False) -> Json:
     return counts if streamed else counts | {"prompt_tokens_details": None, "completion_tokens_details": None}
 
 
+def event_sources(port: int | None) -> Json:
+    """Of an engine that publishes its KV events at `port` and replays them at the next, or of one that does not."""
+    if port is None:
+        return {}
+    bound = {"endpoint": f"tcp://[::ffff:127.0.0.1]:{port}", "replay_endpoint": f"tcp://127.0.0.1:{port + 1}"}
+    limits = {"buffer_steps": 10000, "hwm": 100000, "max_queue_size": 100000, "topic": "kv@decode-0"}
+    return {"0": {"enable_kv_cache_events": True, "publisher": "zmq", **bound, **limits}}
+
+
 def models(served_name: str, root: str, max_model_len: int) -> Json:
     permission = {
         "id": "modelperm-8cb0c6f23fbe6ccc",

@@ -80,7 +80,7 @@ async def test_c37_fields_that_steer_engines_are_removed(where):
     hostile = {"do_remote_prefill": True}
     fields = {"kv_transfer_params": hostile, "request_id": "theirs"} if where == "top" else {}
     if where == "xargs":
-        fields = {"vllm_xargs": {"kv_transfer_params": "x", "fine": 1}}
+        fields = {"vllm_xargs": {"kv_transfer_params": "x", "kv_cache_report_mode": "full", "fine": 1}}
     headers = {**LOCAL, "x-data-parallel-rank": "3", "x-request-id": "a", "x-session-id": "s", "cookie": "c"}
     async with fakes("d") as (d,), running(("decode", d)) as service:
         for _ in range(2):

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from disagg_router.config import HealthConfig
 from disagg_router.model import FleetSnapshot, InstanceState, PairState
 from disagg_router.routing.brain import Brain
+from disagg_router.routing.followers import Followers
 from tests.builders import instance, pair
 from tests.fakes.client import FakeClient
 from tests.fakes.clock import FakeClock, settle
@@ -17,7 +18,16 @@ class World:
     def __init__(self):
         self.snapshots: asyncio.Queue[FleetSnapshot] = asyncio.Queue()
         self.client, self.clock, self.tested = FakeClient(), FakeClock(), []
-        self.brain = Brain(self, self.client, self.test, served_name="tiny", health=HealthConfig(), clock=self.clock)
+        self.following, self.forgotten = set(), []
+        self.brain = Brain(
+            self,
+            self.client,
+            self.test,
+            Followers(self.follow, self.forgotten.append, self.clock),
+            served_name="tiny",
+            health=HealthConfig(),
+            clock=self.clock,
+        )
 
     async def watch(self):
         while True:
@@ -25,6 +35,13 @@ class World:
 
     async def test(self, prefill, decode):
         self.tested.append((prefill.id, decode.id))
+
+    async def follow(self, instance):
+        self.following.add(instance.id)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.following.discard(instance.id)
 
     async def declare(self, version, *names):
         self.snapshots.put_nowait(FleetSnapshot(version, tuple(instance(name) for name in names)))

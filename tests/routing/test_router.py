@@ -19,14 +19,16 @@ from disagg_router.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from disagg_router.model import HandoffResult, InstanceId, InstanceState, PairState, Path, Reason
+from disagg_router.model import HandoffResult, InstanceId, InstanceState, PairState, Path, Reason, Target
 from disagg_router.policies.override import PathOverride
 from disagg_router.policies.registry import build_policy
 from disagg_router.routing.fleet import Fleet, PairStatus
 from disagg_router.routing.leases import LeaseBook
 from disagg_router.routing.legs import LegLimits, Legs
+from disagg_router.routing.prefix_index import PrefixIndex
+from disagg_router.routing.prompts import PromptReader
 from disagg_router.routing.router import Router
-from tests.builders import instance, pair, request
+from tests.builders import instance, pair, request, target
 from tests.fakes.client import Connecting, FakeClient
 from tests.fakes.clock import FakeClock, settle
 
@@ -67,11 +69,20 @@ class World:
             observer=self.seen,
             clock=self.clock,
         )
+        self.index = PrefixIndex(1000)
+        prompts = PromptReader(
+            client=self.client,
+            fleet=lambda: self.fleet,
+            index=self.index,
+            leases=leases,
+            failed=lambda instance, error: self.seen.leg_failed(Target(instance), error),
+            rng=random.Random(0),
+        )
         self.router = Router(
             policy=PathOverride(build_policy(policy, {})),
             legs=legs,
             leases=leases,
-            client=self.client,
+            prompts=prompts,
             fleet=lambda: self.fleet,
             suspect=self.suspected.append,
             waiting_requests=waiting,
@@ -132,6 +143,27 @@ async def test_the_threshold_policy_gets_the_engines_own_count():
     world = World(policy="always_remote")
     await world.ask()
     assert world.client.tokenized == 0
+
+
+@pytest.mark.parametrize(
+    ("held_blocks", "uncached_tokens"),
+    [(0, 320), (3, 320 - 96), (9, 320 - 288), (10, 320 - 288)],
+)
+async def test_c46_tokens_that_the_decode_target_holds_do_not_count(held_blocks, uncached_tokens):
+    """320 tokens in blocks of 32; the last token is always computed, so a whole prompt that is held costs a block."""
+    world = World("p0", "d0", policy="threshold", tokens=320)
+    hashes = list(range(100, 100 + held_blocks))
+    world.index.stored(target("d0"), hashes, None, list(range(32 * held_blocks)), 32)
+    decision, _ = await world.ask()
+    assert decision.terms["uncached_tokens"] == uncached_tokens
+    assert decision.path is (Path.LOCAL if uncached_tokens < 256 else Path.REMOTE_PREFILL)
+
+
+async def test_among_equals_the_one_that_holds_the_prompt_decodes():
+    """Load comes first, the cache second."""
+    world = World("d0", "d1", "d2", policy="threshold", tokens=320)
+    world.index.stored(target("d1"), [1, 2], None, list(range(64)), 32)
+    assert {(await world.ask())[0].decode.instance for _ in range(5)} == {"d1"}
 
 
 async def test_a_tokenizer_that_fails_costs_the_count_not_the_answer():

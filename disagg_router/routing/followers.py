@@ -1,0 +1,57 @@
+"""Keeps one follower of KV events per running instance, so that the prefix index knows what each of them holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from disagg_router.interfaces import Clock, FollowEvents
+from disagg_router.model import Instance, InstanceId, InstanceState, Target
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    """An incarnation that misses a probe goes on being followed: its events go on too."""
+
+    incarnation: str
+    endpoint: str
+    task: asyncio.Task[None]
+
+
+class Followers:
+    """`forget` makes the index drop a target: one that left the fleet, or is another process now."""
+
+    def __init__(self, follow: FollowEvents, forget: Callable[[Target], None], clock: Clock) -> None:
+        self._follow, self._forget, self._clock = follow, forget, clock
+        self._followers: dict[InstanceId, _Follower] = {}
+
+    def update(self, instances: Mapping[InstanceId, Instance], group: asyncio.TaskGroup) -> None:
+        for id_, follower in list(self._followers.items()):
+            now = instances.get(id_)
+            # While it is away nobody knows its incarnation: it may be the same when it is back.
+            away = now is not None and now.state is not InstanceState.READY and now.state is not InstanceState.FAILED
+            same = now is not None and (now.incarnation, now.kv_events) == (follower.incarnation, follower.endpoint)
+            if not (same or away) or (now is not None and now.state is InstanceState.FAILED):
+                follower.task.cancel()
+                del self._followers[id_]
+                self._forget(Target(id_))
+        for id_, instance in instances.items():
+            if instance.state is InstanceState.READY and instance.kv_events and id_ not in self._followers:
+                task = group.create_task(self._keep_following(instance))
+                self._followers[id_] = _Follower(instance.incarnation, instance.kv_events, task)
+
+    async def _keep_following(self, instance: Instance) -> None:
+        while True:
+            try:
+                await self._follow(instance)
+            except Exception:
+                # Without its events an instance is only taken for empty; it must not end the router.
+                log.exception("the KV events of %s cannot be followed; trying again in %g s", instance.id, RETRY_S)
+            self._forget(Target(instance.id))
+            await self._clock.sleep(RETRY_S)
