@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,15 +103,19 @@ def ray_head(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
             head.wait(10)
 
 
-def test_ray_job(tmp_path_factory):
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Unix socket paths are short: Ray's temp folder cannot lie under pytest's."""
+    with tempfile.TemporaryDirectory(prefix="dr-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def test_ray_job(short_folder):
     """`ray job submit -- disagg-router serve`: answers from a Ray that runs already; `ray job stop` leaves nothing."""
-    # Unix socket paths are short: Ray's temp folder cannot lie under pytest's.
-    folder = Path(f"/tmp/dr-{secrets.token_hex(3)}")
-    folder.mkdir()
     config = EXAMPLES / "ray-job" / "cluster.yaml"
     port, admin_port = free_port(), free_port()
     serve = ["disagg-router", "serve", str(config), "--port", str(port), "--admin-port", str(admin_port)]
-    with ray_head(folder) as (address, env), nothing_left_of(cluster_id(config)):
+    with ray_head(short_folder) as (address, env), nothing_left_of(cluster_id(config)):
 
         def job(*words: str) -> str:
             command = [str(Path(sys.executable).with_name("ray")), "job", words[0], "--address", address, *words[1:]]
