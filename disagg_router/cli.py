@@ -144,7 +144,9 @@ def check_config(cluster: ClusterFile, as_json: AsJson = False) -> None:
         _print_json({"ok": True, "pools": pools, "policy": config.router.policy.name})
     else:
         shown = ", ".join(f"{count} {role}" for role, count in pools.items()) or "a fleet that runs already"
-        Console().print(f"{cluster} is good: {shown}, policy {config.router.policy.name}", highlight=False)
+        Console().print(
+            f"{cluster} is good: {shown}, policy {config.router.policy.name}", highlight=False, soft_wrap=True
+        )
 
 
 @app.command()
@@ -257,6 +259,7 @@ def _die_with_owner() -> None:
 def _log_to_stderr() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per health probe
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its "uvicorn.error" is where it says that all is well
 
 
 def _print_json(data: JsonObject) -> None:

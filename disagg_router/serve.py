@@ -15,6 +15,7 @@ from typing import Any
 
 from disagg_router.controller.ports import PortAllocator
 from disagg_router.controller.processes import kill_marked
+from disagg_router.controller.state import read_record, state_folder
 from disagg_router.errors import LaunchError
 from disagg_router.interfaces import JsonObject
 from disagg_router.listening import until_signalled
@@ -88,10 +89,11 @@ async def serve(plan: ServePlan) -> None:
             async with _ended_when_left(children, plan):
                 # The router first: a port in use shows in a second, before any engine is started.
                 fleet = ("--controller", f"http://127.0.0.1:{port}")
-                children["router"] = await _spawn(plan, "proxy", plan.cluster_file, *fleet, *plan.proxy_options)
-                await _first(signalled, until_answering(plan), children)
+                router = await _spawn(plan, "proxy", plan.cluster_file, *fleet, *plan.proxy_options)
+                children["router"] = router
+                await _first(signalled, until_answering(plan, router.pid), children)
                 children["controller"] = await _spawn(plan, "controller", plan.cluster_file, "--port", port)
-                await _first(signalled, until_ready(plan), children)
+                await _first(signalled, until_ready(plan, router.pid), children)
                 print(f"ready {plan.public_url}", flush=True)  # noqa: T201 - the contract: the only line on stdout
                 await _first(signalled, asyncio.Event().wait(), children)
         except _Stopped:
@@ -132,32 +134,43 @@ async def _first(signalled: asyncio.Task[str], step: Coroutine[Any, Any, object]
 # --- waiting ----------------------------------------------------------------------------------------------------
 
 
-async def until_answering(plan: ServePlan) -> None:
+async def until_answering(plan: ServePlan, router_pid: int) -> None:
     """The router shows its status. Raises LaunchError when it takes too long."""
-    await _until(plan, lambda _: True, plan.answer_limit_s, "the router did not answer")
+    await _until(plan, router_pid, lambda _: True, plan.answer_limit_s, "the router did not answer")
 
 
-async def until_ready(plan: ServePlan) -> None:
+async def until_ready(plan: ServePlan, router_pid: int) -> None:
     """Every instance takes requests, and every pair has had its first test or SETTLE_LIMIT_S is over.
 
     Raises LaunchError when it takes too long.
     """
-    await _until(plan, lambda status: _all_ready(status, plan.instances), plan.ready_limit_s, "not everything is ready")
+
+    def ready(status: JsonObject) -> bool:
+        return _all_ready(status, plan.instances)
+
+    def settled(status: JsonObject) -> bool:
+        return bool(status["settled"])
+
+    await _until(plan, router_pid, ready, plan.ready_limit_s, "not everything is ready")
     with contextlib.suppress(LaunchError):
-        await _until(plan, lambda status: bool(status["settled"]), SETTLE_LIMIT_S, "not every pair is tested")
+        await _until(plan, router_pid, settled, SETTLE_LIMIT_S, "not every pair is tested")
 
 
-async def _until(plan: ServePlan, holds: Callable[[JsonObject], bool], limit_s: float, otherwise: str) -> None:
-    """One poll that fails is no reason to give up: a busy host is late, and the end of a child shows elsewhere."""
+async def _until(
+    plan: ServePlan, router_pid: int, holds: Callable[[JsonObject], bool], limit_s: float, otherwise: str
+) -> None:
+    """One poll that fails is no reason to give up: a busy host is late, and the end of a child shows elsewhere. What
+    another router answers there says nothing: ours is about to find its port in use."""
     last = "it showed no status"
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             while True:
                 try:
                     status = await fetch_status(plan.admin_url, plan.admin_token)
-                    if holds(status):
-                        return
-                    last = _shown(status)
+                    if status.get("pid") == router_pid:
+                        if holds(status):
+                            return
+                        last = _shown(status)
                 except LaunchError as exc:
                     log.debug("%s", exc)
                 await asyncio.sleep(POLL_S)
@@ -184,7 +197,7 @@ async def _ended_when_left(children: Children, plan: ServePlan) -> AsyncIterator
         limits_s = {"router": plan.drain_s + ROUTER_STOP_S, "controller": plan.stop_grace_s + ENGINES_STOP_S}
         for name, limit_s in limits_s.items():
             if name in children and await _end(children[name], limit_s) < 0 and name == "controller":
-                await _kill_left(plan.cluster)
+                await _kill_left(plan.cluster, children[name].pid)
 
 
 async def _end(child: asyncio.subprocess.Process, limit_s: float) -> int:
@@ -201,7 +214,11 @@ async def _end(child: asyncio.subprocess.Process, limit_s: float) -> int:
     return await child.wait()
 
 
-async def _kill_left(cluster: str) -> None:
-    """A controller that was killed stops nothing; its guardian would, but only after we are gone."""
+async def _kill_left(cluster: str, controller_pid: int) -> None:
+    """A controller that was killed stops nothing; its guardian would, but only after we are gone. One that had not
+    claimed the cluster yet has started nothing, and what runs under the cluster's name is another one's."""
+    record = read_record(state_folder(cluster))
+    if record is None or record.pid != controller_pid:
+        return
     if left := await asyncio.to_thread(kill_marked, cluster, KILL_LIMIT_S):
         raise LaunchError(f"processes {left} could not be killed: see who owns them")

@@ -3,7 +3,8 @@
 ROUTER is `steady`, `mute`, or `SIGKILL` and the like for how it ends once the controller is there. CONTROLLER is
 `steady`, `absent`, `stubborn` (ignores SIGTERM, beside a process of the cluster) or the status it ends with.
 The router's status shows one instance, ready once the controller is there, whose url is that of the controller;
-every second time it is an error, every third time it says nothing at all.
+every second time it is an error, every third time it says nothing at all. `foreign` shows another router's, with
+everything ready, and ends with status 2 a moment later.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from disagg_router.controller.processes import marker
+from disagg_router.controller.processes import marker, start_ticks
+from disagg_router.controller.state import state_folder
 
 
 class _Status(BaseHTTPRequestHandler):
     asked = 0
     there: Path
     fleet: str
+    pid = os.getpid()
 
     def do_GET(self) -> None:
         type(self).asked += 1
@@ -35,7 +39,8 @@ class _Status(BaseHTTPRequestHandler):
         one = {"id": "decode-0", "state": "ready" if ready else "starting", "url": self.fleet}
         self.send_response(500 if self.asked % 2 == 0 else 200)
         self.end_headers()
-        self.wfile.write(json.dumps({"ready": ready, "settled": True, "instances": [one]}).encode())
+        status = {"pid": self.pid, "ready": ready, "settled": True, "instances": [one]}
+        self.wfile.write(json.dumps(status).encode())
 
     def log_message(self, format: str, *args: object) -> None:
         del format, args
@@ -45,9 +50,13 @@ def router(port: int, script: str, there: Path, fleet: str) -> None:
     if script == "mute":
         time.sleep(600)
     _Status.there, _Status.fleet = there, fleet
+    if script == "foreign":
+        there.touch()
+        _Status.pid += 1
+        threading.Timer(1.0, os._exit, [2]).start()
     server = HTTPServer(("127.0.0.1", port), _Status)
     server.timeout = 0.05
-    while script == "steady" or not there.exists():
+    while script in ("steady", "foreign") or not there.exists():
         server.handle_request()
     os.kill(os.getpid(), signal.Signals[script])
 
@@ -56,6 +65,10 @@ def controller(script: str, there: Path, cluster: str) -> None:
     if script == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         subprocess.Popen(["sleep", "600"], env={**os.environ, **marker(cluster, "decode-0", "1")})
+        folder = state_folder(cluster)
+        folder.mkdir(parents=True)
+        record = {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid()), "port": 1}
+        (folder / "controller.json").write_text(json.dumps(record), encoding="utf-8")
     if script != "absent":
         there.touch()
     if script == "steady":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 import uuid
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from disagg_router.controller.ports import FIRST_PORT, LAST_PORT
-from disagg_router.controller.processes import descendants, kill_marked, marked
+from disagg_router.controller.processes import descendants, kill_marked, marked, marker
 from disagg_router.errors import LaunchError
 from disagg_router.proxy.admin_client import fetch_status
 from disagg_router.serve import ChildEnded, ServePlan, serve
@@ -52,11 +53,21 @@ class Service:
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     # The limits are what they are for engines; nothing here takes that long to stop.
     monkeypatch.setattr("disagg_router.serve.ENGINES_STOP_S", 0.5)
+    monkeypatch.setenv("DISAGG_ROUTER_STATE_DIR", str(tmp_path / "state"))
     one = Service(tmp_path)
     yield one
     left = [*marked(one.cluster), *descendants(os.getpid())]
     kill_marked(one.cluster, 5)
     assert left == []
+
+
+@pytest.fixture
+def stranger(service: Service) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the same cluster that another `serve` has started."""
+    process = subprocess.Popen(["sleep", "600"], env={**os.environ, **marker(service.cluster, "decode-0", "1")})
+    yield process
+    process.kill()
+    process.wait()
 
 
 async def until_ready(capsys: pytest.CaptureFixture[str], task: asyncio.Task[None]) -> str:
@@ -131,6 +142,26 @@ async def test_a_child_that_does_not_last(
     with pytest.raises(ChildEnded, match=says) as caught:
         await serve(service.plan(router, controller))
     assert caught.value.explained is explained
+
+
+async def test_another_service_on_the_same_ports_is_not_taken_for_ours_nor_harmed(
+    service: Service, stranger: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answers in place of our router, which then finds its port in use. No ready line, and what runs under the
+    cluster's name goes on running."""
+    with pytest.raises(ChildEnded, match="the router ended with status 2"):
+        await serve(service.plan(router="foreign"))
+    assert capsys.readouterr().out == ""
+    assert stranger.poll() is None
+
+
+async def test_a_controller_that_claimed_nothing_takes_nothing_with_it(
+    service: Service, stranger: subprocess.Popen[bytes]
+) -> None:
+    """It is killed while it starts; the cluster's processes are another controller's."""
+    with pytest.raises(LaunchError, match="not everything is ready"):
+        await serve(replace(service.plan(controller="absent"), ready_limit_s=0.5))
+    assert stranger.poll() is None
 
 
 async def test_down_ends_serve_well(service: Service, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ class ClusterState:
             who = f" (pid {running.pid})" if running else ""
             os.close(self._lock)
             raise ConfigError(
-                f"a controller of this cluster file runs already{who}: stop it with `disagg-router down`"
+                f"a controller of this cluster file runs already{who}: stop it with `disagg-router down` and the file"
             ) from exc
         left = kill_marked(self._cluster, _KILL_LIMIT_S)
         if left:

@@ -34,7 +34,7 @@ class VllmClient:
         self,
         limits: UpstreamLimits | None = None,
         *,
-        tokenize_s: float = 10.0,
+        tokenize_s: float = 3.0,
         health_s: float = 2.0,
         control_s: float = 10.0,
         ssl_context: ssl.SSLContext | None = None,

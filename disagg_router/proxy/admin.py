@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -64,6 +65,7 @@ def admin_app(
 
 def describe(fleet: Fleet, router: Router) -> JsonObject:
     return {
+        "pid": os.getpid(),
         "draining": router.draining,
         "ready": fleet.can_serve_whole() and not router.draining,
         "settled": fleet.settled(),

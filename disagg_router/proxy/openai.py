@@ -62,7 +62,7 @@ def parse_call(
     """Raises BadRequest or ModelNotFound. Header names are lower case."""
     body = _clean(_json_object(content))
     model = _value(body, "model")
-    if model is not None and model != served_name:
+    if model not in (None, "", served_name):
         raise ModelNotFound(
             f"the model {_quoted(model)} does not exist: this router serves {served_name}", param="model"
         )

@@ -23,7 +23,7 @@ from disagg_router.interfaces import Clock
 from disagg_router.model import Decision
 from disagg_router.observability.requests import RequestRecord, RequestRecorder
 from disagg_router.proxy.openai import ROUTED_ENDPOINTS, ClientCall, error_body, request_id_of
-from disagg_router.proxy.streams import FirstContent, error_event
+from disagg_router.proxy.streams import ErrorWatch, FirstContent, error_event
 from disagg_router.routing.router import Routed, Router
 
 Message = MutableMapping[str, Any]
@@ -88,16 +88,26 @@ class RoutedEndpoint:
     async def _answer(self, call: ClientCall, out: _Answer, record: RequestRecord) -> None:
         async with self._router.route(call.request, call.body, call.headers, record.decided) as routed:
             await out.start(routed)
-            first = FirstContent() if call.request.stream else None
             try:
-                async for chunk in routed.response.chunks():
-                    if first is not None and not first.done and first.feed(chunk):
-                        record.first_content_s = self._clock.now_s()
-                    await out.send(chunk)
+                await (self._relay_stream(routed, out, record) if call.request.stream else _relay(routed, out))
             except UpstreamError as exc:
+                self._router.failed(routed.decision.decode, exc)
                 await out.lost(exc, streamed=call.request.stream)
                 return
             await out.finish()
+
+    async def _relay_stream(self, routed: Routed, out: _Answer, record: RequestRecord) -> None:
+        first, errors = FirstContent(), ErrorWatch()
+        async for chunk in routed.response.chunks():
+            if not first.done and first.feed(chunk):
+                record.first_content_s = self._clock.now_s()
+            await out.send(errors.feed(chunk))
+            if errors.ended:
+                record.outcome = "engine_error"
+                self._router.failed(
+                    routed.decision.decode, UpstreamError("the engine failed in the middle of a stream")
+                )
+                return
 
     async def _read_body(self, headers: dict[str, str], receive: Receive) -> bytes:
         """Raises BodyTooLarge before reading all of it, RequestError when the client is too slow, ClientGone."""
@@ -181,6 +191,11 @@ class _Answer:
         headers.append((b"x-request-id", self._record.request_id.encode()))
         headers += _decision_headers(self._record.decision)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _relay(routed: Routed, out: _Answer) -> None:
+    async for chunk in routed.response.chunks():
+        await out.send(chunk)
 
 
 async def _until_gone(work: Awaitable[None], receive: Receive, out: _Answer) -> None:

@@ -40,9 +40,12 @@ class PromptReader:
 
     async def read(self, request: InferenceRequest, body: Body) -> InferenceRequest:
         """Raises UpstreamRefused, with the engine's answer, for a prompt that no engine would take."""
+        # The engine reads the prompt its endpoint is for, whatever else stands beside it.
+        other = "prompt" if request.endpoint.endswith("/chat/completions") else "messages"
+        asked = {key: value for key, value in body.items() if key != other}
         for instance in self._tokenizers():
             try:
-                ids = await self._client.tokenize(instance.url, body)
+                ids = await self._client.tokenize(instance.url, asked)
             except UpstreamRefused:
                 raise
             except UpstreamError as exc:

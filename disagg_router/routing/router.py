@@ -17,7 +17,7 @@ from disagg_router.errors import (
     UpstreamUnreachable,
 )
 from disagg_router.interfaces import EngineResponse, PathPolicy, RouteObserver
-from disagg_router.model import Body, Decision, InferenceRequest, InstanceId
+from disagg_router.model import Body, Decision, InferenceRequest, InstanceId, Target
 from disagg_router.routing.fleet import Fleet
 from disagg_router.routing.leases import LeaseBook
 from disagg_router.routing.legs import HandoffExpired, LegFailed, Legs, Work
@@ -144,9 +144,13 @@ class Router:
                 raise last from None
             raise
 
+    def failed(self, target: Target, error: UpstreamError) -> None:
+        """A leg on `target` went wrong: it is counted, and the instance looked at."""
+        self._observer.leg_failed(target, error)
+        self._suspect(target.instance)
+
     def _without(self, work: Work, failed: LegFailed) -> Work:
-        self._observer.leg_failed(failed.target, failed.error)
-        self._suspect(failed.target.instance)
+        self.failed(failed.target, failed.error)
         excluded = work.request.excluded | {failed.target}
         return dataclasses.replace(work, request=dataclasses.replace(work.request, excluded=excluded))
 

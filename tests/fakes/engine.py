@@ -29,6 +29,7 @@ class Script:
     event_delay_s: float = 0.0  # before each event of a stream
     cut_after: int | None = None  # close without a proper end after this many events
     hang_after: int | None = None  # nothing more after this many events
+    error_after: tuple[int, Json] | None = None  # this event after so many, then [DONE]
     error_first: int | None = None  # 200, then an error event with this code
     reset: bool = False  # no answer, the connection is reset
     close: bool = False  # no answer, the connection is closed
@@ -234,6 +235,9 @@ class FakeEngine:
         await wire.head(200, "content-type: text/event-stream; charset=utf-8", "transfer-encoding: chunked")
         if script.error_first is not None:
             events = [shapes.error(script.error_first, "Internal server error", "InternalServerError")]
+        if script.error_after is not None:
+            count, error = script.error_after
+            events = [*events[:count], error]
         for i, data in enumerate([*map(json.dumps, events), "[DONE]"]):
             if i == script.cut_after:
                 return False

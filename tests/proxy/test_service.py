@@ -346,6 +346,19 @@ async def test_an_engine_lost_in_the_middle_of_a_stream_is_one_error_event():
         assert "[DONE]" not in answer.text
 
 
+async def test_an_engine_that_dies_behind_its_own_server_ends_the_stream_with_its_error():
+    """vLLM writes the event itself, and [DONE] after it: that one is kept back, and the request counts as failed."""
+    error = {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}}
+    async with fakes("d") as (d,), running(("decode", d)) as service:
+        d.script(Script(on="/v1/completions", error_after=(3, error)))
+        answer = await service.complete(stream=True)
+        events = [line for line in answer.text.split("\n\n") if line]
+        assert (len(events), json.loads(events[-1][6:])) == (4, error)
+        page = (await service.admin.get("/metrics")).text
+        assert 'disagg_requests_total{outcome="engine_error",path="local"} 1.0' in page
+        assert 'disagg_leg_failures_total{code="upstream_error",instance="decode-0"} 1.0' in page
+
+
 async def test_an_engine_lost_in_the_middle_of_a_json_answer_cuts_the_connection():
     """Half an answer must not look whole."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"

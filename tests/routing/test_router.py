@@ -166,6 +166,22 @@ async def test_among_equals_the_one_that_holds_the_prompt_decodes():
     assert {(await world.ask())[0].decode.instance for _ in range(5)} == {"d1"}
 
 
+@pytest.mark.parametrize(("endpoint", "field"), [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")])
+async def test_the_prompt_is_the_one_its_endpoint_is_for(endpoint, field):
+    """Whatever else stands beside it: an engine reads no other."""
+    world, asked = World(policy="threshold"), []
+    tokenize = world.client.tokenize
+
+    async def note(url, body):
+        asked.append(sorted(body))
+        return await tokenize(url, body)
+
+    world.client.tokenize = note
+    body = {"prompt": "x", "messages": [], "model": "tiny"}
+    async with world.router.route(request(endpoint=endpoint), body):
+        assert asked == [sorted(["model", field])]
+
+
 async def test_a_tokenizer_that_fails_costs_the_count_not_the_answer():
     """Served local, and the failure is counted."""
     world = World(policy="threshold")
