@@ -25,7 +25,7 @@ QUESTIONS = {
     "short": "What is a KV cache?",
     "long": "Summarise this. " + "Prefill computes the prompt's KV once; decode reads it for every token. " * 40,
 }
-console = Console()
+console = Console(width=max(Console().width, 100))  # where there is no terminal, 80 columns cut the table's words
 
 
 @dataclass
