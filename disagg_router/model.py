@@ -136,6 +136,11 @@ class TargetLoad:
     handoffs: int = 0  # prefilled, not yet pulled
     decodes: int = 0
 
+    @property
+    def requests(self) -> int:
+        """Those that the target works on now; a handoff only waits to be pulled."""
+        return self.prefills + self.decodes
+
 
 @dataclass(frozen=True, slots=True)
 class TargetView:

@@ -26,7 +26,7 @@ from disagg_router.engines.selftest import self_test
 from disagg_router.errors import ConfigError, UpstreamError, UpstreamTimeout
 from disagg_router.interfaces import Clock, FleetSource, KVConnector, PairTest, PathPolicy
 from disagg_router.listening import Listener, listen
-from disagg_router.model import EngineAddress, Fingerprint, Instance, InstanceId, InstanceSpec, Target
+from disagg_router.model import EngineAddress, Fingerprint, Instance, InstanceSpec, Target
 from disagg_router.observability.metrics import Metrics
 from disagg_router.observability.requests import RequestRecorder
 from disagg_router.policies.override import PathOverride
@@ -152,20 +152,19 @@ def build_router(config: ClusterConfig, controller_url: str | None = None) -> Ro
     )
     rng = random.Random()
 
-    def tokenizer_failed(instance: InstanceId, error: UpstreamError) -> None:
-        metrics.leg_failed(Target(instance), error)
-        brain.suspect(instance)
+    def failed(target: Target, error: UpstreamError) -> None:
+        """Counted, and the instance is looked at."""
+        metrics.leg_failed(target, error)
+        brain.suspect(target.instance)
 
-    prompts = PromptReader(
-        client=client, fleet=lambda: brain.fleet, index=index, leases=leases, failed=tokenizer_failed, rng=rng
-    )
+    prompts = PromptReader(client=client, fleet=lambda: brain.fleet, index=index, leases=leases, failed=failed, rng=rng)
     router = Router(
         policy=policy,
         legs=legs,
         leases=leases,
         prompts=prompts,
         fleet=lambda: brain.fleet,
-        suspect=brain.suspect,
+        failed=failed,
         waiting_requests=config.router.admission.queue,
         observer=metrics,
         now_s=clock.now_s,

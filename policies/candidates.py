@@ -62,7 +62,7 @@ def _least_loaded(targets: list[TargetView], request: InferenceRequest) -> Targe
     so that replicas do not march in step."""
 
     def weight(view: TargetView) -> tuple[int, int]:
-        return view.load.prefills + view.load.decodes, -request.cached_tokens.get(view.target, 0)
+        return view.load.requests, -request.cached_tokens.get(view.target, 0)
 
     least = min(weight(t) for t in targets)
     equals = [t for t in targets if weight(t) == least]

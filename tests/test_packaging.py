@@ -25,7 +25,7 @@ LINKED = ("connectors", "policies")  # top-level folders that import as disagg_r
 RANKS = (
     ("", "errors"),  # "" is disagg_router/__init__.py
     ("model",),
-    ("interfaces", "config", "listening"),
+    ("interfaces", "config", "listening", "body"),
     ("policies", "connectors", "cost", "controller.reconcile"),
     ("routing",),
     ("routing.router", "controller", "observability"),

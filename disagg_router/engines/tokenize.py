@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeGuard
 
-import msgspec
-
+from disagg_router.body import value_of
 from disagg_router.errors import BadRequest
 from disagg_router.model import Body
 
@@ -33,7 +32,7 @@ def tokenize_bodies(body: Body) -> tuple[list[int], list[dict[str, Any]]]:
         return [], [_chat(body)]
     if "prompt" not in body:
         raise BadRequest("prompt or messages is missing", param="prompt")
-    ids, texts = _split_prompt(_decode(body["prompt"]))
+    ids, texts = _split_prompt(value_of(body, "prompt"))
     given = {name: body[name] for name in _COMPLETION_FIELDS if name in body}
     return ids, [{**given, "prompt": text} for text in texts]
 
@@ -41,18 +40,18 @@ def tokenize_bodies(body: Body) -> tuple[list[int], list[dict[str, Any]]]:
 def truncated(body: Body, ids: list[int]) -> list[int]:
     """/tokenize knows nothing of `truncate_prompt_tokens`: the last so many are kept, or the first when the side is
     right; a negative value means the context, which is no cut here."""
-    keep = _decode(body.get("truncate_prompt_tokens"))
+    keep = value_of(body, "truncate_prompt_tokens")
     if not isinstance(keep, int) or keep <= 0:
         return ids
-    return ids[:keep] if _decode(body.get("truncation_side")) == "right" else ids[-keep:]
+    return ids[:keep] if value_of(body, "truncation_side") == "right" else ids[-keep:]
 
 
 def _chat(body: Body) -> dict[str, Any]:
     asked = {name: body[name] for name in _CHAT_FIELDS if name in body}
     # The chat endpoint hands these to the template as variables; /tokenize has no such fields, its kwargs reach the
     # template the same way.
-    variables = {name: value for name in ("documents", "reasoning_effort") if (value := _decode(body.get(name)))}
-    kwargs = _decode(body.get("chat_template_kwargs")) or {}
+    variables = {name: value for name in ("documents", "reasoning_effort") if (value := value_of(body, name))}
+    kwargs = value_of(body, "chat_template_kwargs") or {}
     if variables and isinstance(kwargs, dict):
         if "reasoning_effort" in variables and "enable_thinking" not in kwargs:
             variables["enable_thinking"] = variables["reasoning_effort"] != "none"
@@ -75,11 +74,3 @@ def _split_prompt(prompt: object) -> tuple[list[int], list[str]]:
 
 def _is_ids(prompt: object) -> TypeGuard[list[int]]:
     return isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
-
-
-def _decode(value: object) -> Any:  # noqa: ANN401 - JSON
-    """Raises BadRequest: a value that is no JSON passes where the body is only split into its fields."""
-    try:
-        return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
-    except (msgspec.MsgspecError, RecursionError) as exc:
-        raise BadRequest("the body holds a value that is not valid JSON") from exc

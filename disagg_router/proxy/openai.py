@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from disagg_router.body import value_of
 from disagg_router.errors import BadRequest, ErrorCode, ModelNotFound, RequestError
 from disagg_router.model import Body, InferenceRequest, Path, Slo
 
@@ -61,12 +62,12 @@ def parse_call(
 ) -> ClientCall:
     """Raises BadRequest or ModelNotFound. Header names are lower case."""
     body = _clean(_json_object(content))
-    model = _value(body, "model")
+    model = value_of(body, "model")
     if model not in (None, "", served_name):
         raise ModelNotFound(
             f"the model {_quoted(model)} does not exist: this router serves {served_name}", param="model"
         )
-    stream = _value(body, "stream")
+    stream = value_of(body, "stream")
     if stream not in (None, True, False):
         raise BadRequest("stream must be true or false", param="stream")
     request = InferenceRequest(
@@ -105,29 +106,20 @@ def _json_object(content: bytes) -> dict[str, msgspec.Raw]:
 def _clean(body: dict[str, msgspec.Raw]) -> Body:
     clean: dict[str, object] = {key: value for key, value in body.items() if key not in _INTERNAL_FIELDS}
     if "vllm_xargs" in clean:  # vLLM lays these over the same dict that carries kv_transfer_params
-        xargs = _value(clean, "vllm_xargs")
+        xargs = value_of(clean, "vllm_xargs")
         if isinstance(xargs, dict):
             clean["vllm_xargs"] = {key: value for key, value in xargs.items() if key not in _INTERNAL_XARGS}
     return clean
 
 
-def _value(body: Body, key: str) -> object:
-    """The decoded value of a field; None when absent. Raises BadRequest when it is not JSON."""
-    raw = body.get(key)
-    if not isinstance(raw, msgspec.Raw):
-        return raw
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as exc:
-        raise BadRequest(f"{key} is not valid JSON", param=key) from exc
-
-
 def _stays_whole(endpoint: str, body: Body) -> bool:
-    if any(_value(body, key) for key in _WHOLE_IF_TRUE) or any(_value(body, key) is not None for key in _WHOLE_IF_SET):
+    if any(value_of(body, key) for key in _WHOLE_IF_TRUE) or any(
+        value_of(body, key) is not None for key in _WHOLE_IF_SET
+    ):
         return True
-    if any(_value(body, key) not in (None, 1) for key in ("n", "best_of")):
+    if any(value_of(body, key) not in (None, 1) for key in ("n", "best_of")):
         return True
-    if _value(body, "tool_choice") not in (None, "auto", "none"):
+    if value_of(body, "tool_choice") not in (None, "auto", "none"):
         return True
     return endpoint == COMPLETIONS and not _single_prompt(body)
 

@@ -23,6 +23,13 @@ class _Follower:
     endpoint: str
     task: asyncio.Task[None]
 
+    def is_over(self, now: Instance | None) -> bool:
+        if now is None or now.state is InstanceState.FAILED:
+            return True
+        # While it is away nobody knows its incarnation: it may be the same when it is back.
+        away = now.state is not InstanceState.READY
+        return not away and (now.incarnation, now.kv_events) != (self.incarnation, self.endpoint)
+
 
 class Followers:
     """`forget` makes the index drop a target: one that left the fleet, or is another process now."""
@@ -33,11 +40,7 @@ class Followers:
 
     def update(self, instances: Mapping[InstanceId, Instance], group: asyncio.TaskGroup) -> None:
         for id_, follower in list(self._followers.items()):
-            now = instances.get(id_)
-            # While it is away nobody knows its incarnation: it may be the same when it is back.
-            away = now is not None and now.state is not InstanceState.READY and now.state is not InstanceState.FAILED
-            same = now is not None and (now.incarnation, now.kv_events) == (follower.incarnation, follower.endpoint)
-            if not (same or away) or (now is not None and now.state is InstanceState.FAILED):
+            if follower.is_over(instances.get(id_)):
                 follower.task.cancel()
                 del self._followers[id_]
                 self._forget(Target(id_))

@@ -6,11 +6,10 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping
 
-import msgspec
-
+from disagg_router.body import value_of
 from disagg_router.errors import UpstreamError, UpstreamRefused
 from disagg_router.interfaces import EngineClient
-from disagg_router.model import Body, InferenceRequest, Instance, InstanceId, Target
+from disagg_router.model import Body, InferenceRequest, Instance, Target
 from disagg_router.routing import token_hashes
 from disagg_router.routing.fleet import Fleet
 from disagg_router.routing.leases import LeaseBook
@@ -32,7 +31,7 @@ class PromptReader:
         fleet: Callable[[], Fleet],
         index: PrefixIndex,
         leases: LeaseBook,
-        failed: Callable[[InstanceId, UpstreamError], None],
+        failed: Callable[[Target, UpstreamError], None],
         rng: random.Random,
     ) -> None:
         self._client, self._fleet, self._index = client, fleet, index
@@ -49,7 +48,7 @@ class PromptReader:
             except UpstreamRefused:
                 raise
             except UpstreamError as exc:
-                self._failed(instance.id, exc)
+                self._failed(Target(instance.id), exc)
                 continue
             return dataclasses.replace(request, prompt_tokens=len(ids), cached_tokens=self._cached(ids, body))
         return request
@@ -57,13 +56,10 @@ class PromptReader:
     def _cached(self, ids: list[int], body: Body) -> Mapping[Target, int]:
         """Tokens each target would find in its GPU cache. The last token is always computed: its logits are the
         answer's first token, so an engine that holds a whole prompt computes its last block anew."""
-        salt = body.get("cache_salt")
-        if isinstance(salt, msgspec.Raw):
-            salt = msgspec.json.decode(salt)
-        sizes = {instance.fingerprint.block_size for instance in self._fleet().ready()} - {None}
+        salt = value_of(body, "cache_salt")
+        sizes = {size for instance in self._fleet().ready() if (size := instance.fingerprint.block_size) is not None}
         cached: dict[Target, int] = {}
         for block_size in sizes:
-            assert block_size is not None  # for the type checker: None was taken out
             usable = (len(ids) - 1) // block_size * block_size
             chain = token_hashes.chain(ids, block_size, salt=salt if isinstance(salt, str) else None)
             for target, held in self._index.cached_tokens(chain, block_size).items():
@@ -75,8 +71,7 @@ class PromptReader:
         """The least busy first: every engine of a model has the same tokenizer."""
 
         def busy(instance: Instance) -> int:
-            load = self._leases.load(Target(instance.id))
-            return load.prefills + load.decodes
+            return self._leases.load(Target(instance.id)).requests
 
         ready = self._fleet().ready()
         self._rng.shuffle(ready)

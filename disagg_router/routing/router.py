@@ -17,7 +17,7 @@ from disagg_router.errors import (
     UpstreamUnreachable,
 )
 from disagg_router.interfaces import EngineResponse, PathPolicy, RouteObserver
-from disagg_router.model import Body, Decision, InferenceRequest, InstanceId, Target
+from disagg_router.model import Body, Decision, InferenceRequest, Target
 from disagg_router.routing.fleet import Fleet
 from disagg_router.routing.leases import LeaseBook
 from disagg_router.routing.legs import HandoffExpired, LegFailed, Legs, Work
@@ -37,7 +37,7 @@ class Routed:
 class Router:
     """Counts, decides, opens the legs, decides again without the target that failed.
 
-    `fleet` reads the brain's published picture; `suspect` tells the brain that a target has just failed;
+    `fleet` reads the brain's published picture; `failed` hears of every leg that went wrong;
     `waiting_requests` bounds how many may wait for their first byte at once.
     """
 
@@ -49,19 +49,20 @@ class Router:
         leases: LeaseBook,
         prompts: PromptReader,
         fleet: Callable[[], Fleet],
-        suspect: Callable[[InstanceId], None],
+        failed: Callable[[Target, UpstreamError], None],
         waiting_requests: int,
         observer: RouteObserver,
         now_s: Callable[[], float],
         rng: random.Random,
     ) -> None:
         self._policy, self._legs, self._prompts = policy, legs, prompts
-        self._fleet, self._suspect, self._waiting_requests = fleet, suspect, waiting_requests
+        self._fleet, self._waiting_requests = fleet, waiting_requests
         self._observer, self._now_s, self._rng = observer, now_s, rng
         self._waiting = 0
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self.failed = failed
         self.leases = leases
         self.draining = False
 
@@ -143,11 +144,6 @@ class Router:
             if last is not None:  # there was one, and it failed: say how
                 raise last from None
             raise
-
-    def failed(self, target: Target, error: UpstreamError) -> None:
-        """A leg on `target` went wrong: it is counted, and the instance looked at."""
-        self._observer.leg_failed(target, error)
-        self._suspect(target.instance)
 
     def _without(self, work: Work, failed: LegFailed) -> Work:
         self.failed(failed.target, failed.error)

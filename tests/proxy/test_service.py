@@ -146,6 +146,7 @@ async def test_a_token_id_prompt_is_split_like_a_text():
         (b'{"model": "tiny", "prompt": "x", "stream": "yes"}', 400, "bad_request"),
         (b'{"model": "tiny", "prompt": "\xff\xfe"}', 400, "bad_request"),
         (b'{"model": "tiny", "prompt": [1e999]}', 400, "bad_request"),
+        (b'{"model": "tiny", "prompt": "x", "cache_salt": "\xff"}', 400, "bad_request"),
         (b"[" * 100_000, 400, "bad_request"),
         (b'{"a":' * 100_000, 400, "bad_request"),
         (b'{"model": "tiny", "messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400, "bad_request"),

@@ -19,7 +19,7 @@ from disagg_router.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from disagg_router.model import HandoffResult, InstanceId, InstanceState, PairState, Path, Reason, Target
+from disagg_router.model import HandoffResult, InstanceId, InstanceState, PairState, Path, Reason
 from disagg_router.policies.override import PathOverride
 from disagg_router.policies.registry import build_policy
 from disagg_router.routing.fleet import Fleet, PairStatus
@@ -75,7 +75,7 @@ class World:
             fleet=lambda: self.fleet,
             index=self.index,
             leases=leases,
-            failed=lambda instance, error: self.seen.leg_failed(Target(instance), error),
+            failed=self.failed,
             rng=random.Random(0),
         )
         self.router = Router(
@@ -84,12 +84,16 @@ class World:
             leases=leases,
             prompts=prompts,
             fleet=lambda: self.fleet,
-            suspect=self.suspected.append,
+            failed=self.failed,
             waiting_requests=waiting,
             observer=self.seen,
             now_s=self.clock.now_s,
             rng=random.Random(0),
         )
+
+    def failed(self, target, error):
+        self.seen.leg_failed(target, error)
+        self.suspected.append(target.instance)
 
     async def ask(self, **changes):
         async with self.router.route(request(**changes), BODY) as routed:
