@@ -1,13 +1,15 @@
 bin := .venv/bin
 sources := disagg_router connectors policies examples tests .ci
 
-.PHONY: help setup demo test test-long lint format clean
+.PHONY: help setup demo test test-long bench-mixed bench-decision lint format clean
 
 help:
 	@echo "make setup    .venv with everything pinned, and the tiny model in ./model"
 	@echo "make demo     1 prefill + 1 decode + the router on this machine's CPU, two requests, a comparison"
 	@echo "make test     lint, then all tests, those on real engines included"
 	@echo "make test-long  what takes minutes more: every death case on a Ray with stand-ins for the engines"
+	@echo "make bench-mixed  half an hour: break_even against the other policies, on four engines on this machine's CPU"
+	@echo "make bench-decision  the CPU time of one decision, part by part"
 	@echo "make lint     ruff, mypy, pyright"
 	@echo "make format   let ruff rewrite the sources"
 	@echo "make clean    remove what the other targets made"
@@ -23,6 +25,12 @@ test: lint
 
 test-long: setup
 	@$(bin)/pytest -m long
+
+bench-mixed: setup
+	@$(bin)/python -m disagg_router.bench.mixed
+
+bench-decision: setup
+	@$(bin)/python -m disagg_router.bench.decision
 
 lint: setup
 	$(bin)/ruff check $(sources)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
@@ -26,6 +27,8 @@ from disagg_router.cost.geometry import KVDtype, describe, from_config, from_num
 from disagg_router.errors import ConfigError, DisaggError, LaunchError
 from disagg_router.interfaces import JsonObject
 from disagg_router.listening import bracketed
+from disagg_router.observability.explain import read_decisions, summarise
+from disagg_router.observability.explain_tables import tables
 from disagg_router.proxy.admin_client import ADMIN_URL, fetch_status
 from disagg_router.serve import OWNER_VARIABLE, ChildEnded, ServePlan
 from disagg_router.serve import serve as run_serve
@@ -176,6 +179,20 @@ def kv(
     console.print(f"{figures['bytes']:,} bytes for {tokens:,} tokens", highlight=False)
     if figures["transfer_floor_s"] is not None:
         console.print(f"{figures['transfer_floor_s']:.4g} s at least at {gbit_per_s:g} Gbit/s", highlight=False)
+
+
+@app.command()
+def explain(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A router's decision log.")], as_json: AsJson = False
+) -> None:
+    """Why a router chose what it chose, what it predicted, and what came of it."""
+    summary = summarise(*read_decisions(file))
+    if as_json:
+        _print_json(dataclasses.asdict(summary))
+        return
+    console = Console(markup=False)  # what stands in a file is shown as it is
+    for part in tables(summary):
+        console.print(part, highlight=False)
 
 
 @app.command()

@@ -93,7 +93,7 @@ class PolicyConfig(BaseModel):
     """`name` picks the policy; every other key is that policy's own and is checked by it."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = "threshold"
+    name: str = "break_even"
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -103,6 +103,8 @@ class PolicyConfig(BaseModel):
 class AdmissionConfig(_Strict):
     queue: PositiveInt = 1024  # requests that may wait for their first byte at once; one more is 429 queue_full
     max_wait_s: PositiveFloat = 30
+    # A request whose predicted chance to meet its objectives is below this is refused early; null refuses none so.
+    reject_below: Annotated[float, Field(ge=0, lt=1)] | None = 0.1
 
 
 class SloConfig(_Strict):
@@ -128,6 +130,7 @@ class RouterConfig(_Strict):
     slo: SloConfig = SloConfig()
     health: HealthConfig = HealthConfig()
     index_entries: PositiveInt = 1_000_000  # blocks of all targets together that the prefix index remembers
+    decision_log: str | None = None  # a file for one JSON line per decision; nothing of a prompt is in it
     stream_resume: bool = True
     allow_path_override: bool = False
     admin_token: Annotated[str, Field(min_length=1)] | None = None
@@ -285,10 +288,13 @@ def _resolve_paths(config: ClusterConfig, folder: FilePath) -> ClusterConfig:
     engine = config.engine
     if engine.python and os.sep in engine.python:
         engine = engine.model_copy(update={"python": _absolute(folder, engine.python)})
+    router = config.router
+    if router.decision_log:
+        router = router.model_copy(update={"decision_log": _absolute(folder, router.decision_log)})
     fleet = config.fleet
     if fleet is not None and fleet.file is not None:
         fleet = fleet.model_copy(update={"file": _absolute(folder, fleet.file)})
-    return config.model_copy(update={"model": model, "engine": engine, "fleet": fleet})
+    return config.model_copy(update={"model": model, "engine": engine, "fleet": fleet, "router": router})
 
 
 def is_local(path: str) -> bool:

@@ -13,6 +13,7 @@ DisaggError
     ├── Unauthorized           401 unauthorized
     ├── ModelNotFound          404 model_not_found
     ├── QueueFull              429 queue_full
+    ├── NoRoom                 429 decode_full, link_full or prefill_full; 503 once max_wait_s is over
     ├── NoDecodeInstance       503 no_decode_instance
     ├── NoPrefillInstance      503 no_prefill_instance
     ├── Draining               503 draining
@@ -25,7 +26,10 @@ DisaggError
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 
 
 class ErrorCode(StrEnum):
@@ -46,6 +50,15 @@ class ErrorCode(StrEnum):
     UPSTREAM_ERROR = "upstream_error"
     UPSTREAM_TIMEOUT = "upstream_timeout"
     INTERNAL = "internal"
+
+
+_FULL: Mapping[ErrorCode, str] = MappingProxyType(
+    {
+        ErrorCode.DECODE_FULL: "the room to decode this request",
+        ErrorCode.LINK_FULL: "the link that would carry this prompt's KV",
+        ErrorCode.PREFILL_FULL: "the room to prefill this request",
+    }
+)
 
 
 class DisaggError(Exception):
@@ -116,6 +129,22 @@ class QueueFull(RequestError):
     code = ErrorCode.QUEUE_FULL
 
 
+class NoRoom(RequestError):
+    """`code` says what is full. `retry_s`: when it is predicted to be worth another try; `waited`: this request has
+    waited for as long as it may."""
+
+    status = 429
+
+    def __init__(self, code: ErrorCode, retry_s: float, *, waited: bool = False) -> None:
+        after_s = whole_seconds(retry_s)
+        reason = "still after the longest wait" if waited else "and is not predicted to be free in time"
+        message = f"{_FULL.get(code, 'what this request needs')} is taken {reason}: try again in {after_s} s"
+        super().__init__(message, retry_after_s=after_s)
+        self.code = code
+        if waited:
+            self.status = 503
+
+
 class NoDecodeInstance(RequestError):
     status = 503
     code = ErrorCode.NO_DECODE_INSTANCE
@@ -159,3 +188,8 @@ class UpstreamRefused(UpstreamError):
         self.status = status
         self.content_type = content_type
         self.body = body
+
+
+def whole_seconds(seconds: float) -> int:
+    """As a Retry-After header has it: 1 to an hour."""
+    return math.ceil(min(max(seconds, 1.0), 3600.0))

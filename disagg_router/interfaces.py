@@ -7,10 +7,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from disagg_router.errors import RequestError
+from disagg_router.errors import ErrorCode, RequestError
 from disagg_router.model import (
     Body,
-    ClusterView,
     Decision,
     EngineAddress,
     EngineCommand,
@@ -23,8 +22,11 @@ from disagg_router.model import (
     InstanceId,
     InstanceSpec,
     Launch,
+    Pair,
     Target,
 )
+from disagg_router.timing import CostSnapshot
+from disagg_router.view import ClusterView, Leans
 
 JsonObject = dict[str, Any]
 
@@ -44,12 +46,111 @@ class PathPolicy(Protocol):
         """False spares the request a trip to the tokenizer."""
         ...
 
+    @property
+    def soft_roles(self) -> bool:
+        """True: any instance may prefill and decode where the connector allows it. False: roles are binding."""
+        ...
+
     def decide(self, request: InferenceRequest, view: ClusterView) -> Decision:
         """Choose a path and its targets.
 
         Raises NoDecodeInstance when no target may decode, NoPrefillInstance when a forced path has no pair.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a request holds while it is served: a prefill place on the target that computes its prompt, KV there and
+    bytes on the link until the decode leg's first byte, KV on the decode target to the end."""
+
+    decode_kv_bytes: float
+    prefill_kv_bytes: float = 0.0  # 0 when nothing is handed off
+    link_bytes: float = 0.0
+    prefill_tokens: int = 0  # uncached ones, on the target that computes them
+    prefill_attention: float = 0.0  # timing.attention of them
+    prefill_s: float = 0.0  # predicted, without what is queued before it
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """No room now; `code` says of what, `ready_s` when it is predicted to free."""
+
+    code: ErrorCode
+    ready_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Waiting would not help in time. `retry_s`: when it is predicted to be worth another try."""
+
+    code: ErrorCode
+    retry_s: float
+
+
+Admission = Reserved | Wait | Reject
+
+
+class AdmissionPolicy(Protocol):
+    """Sync and pure, like a path policy."""
+
+    def check(self, request: InferenceRequest, decision: Decision, view: ClusterView) -> Admission: ...
+
+
+class RoleBalancer(Protocol):
+    """On a timer. Moves the leans; hysteresis lives here, not in decide."""
+
+    def step(self, view: ClusterView, leans: Leans) -> Leans: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """One or more prefills that a target computed in one go: sums over them."""
+
+    uncached_tokens: int
+    attention: float  # sum of timing.attention
+    steps: int = 1
+    running: float = 0.0  # streams that ran beside it, on average, and
+    context_tokens: float = 0.0  # the sum of their contexts
+
+
+class CostModel(Protocol):
+    """Learns the fleet's timing from what is served. Cheap: called for every request. Times on one clock."""
+
+    def snapshot(self, now_s: float) -> CostSnapshot:
+        """The same object until something was learned or its age has changed what it believes."""
+        ...
+
+    def prefilled(self, target: Target, work: PrefillWork, seconds: float, now_s: float) -> None: ...
+
+    def stepped(self, target: Target, running: float, context_tokens: float, seconds: float, now_s: float) -> None:
+        """The mean time of decode steps without prompt tokens, over a short while."""
+        ...
+
+    def handed_off(self, pair: Pair, moved_bytes: float, seconds: float, now_s: float) -> None:
+        """From the decode leg's sending to its first byte, less the step that made the first token."""
+        ...
+
+    def transferred(self, decode: InstanceId, moved_bytes: float, seconds: float, now_s: float) -> None:
+        """By the decode engine's own counters: bytes pulled since the last look, and the time the pulls took."""
+        ...
+
+    def forget(self, target: Target) -> None:
+        """It is gone, or is another process now."""
+        ...
+
+
+class OutputPredictor(Protocol):
+    """How long an answer will be, per max_tokens given."""
+
+    def expect(self, max_output_tokens: int | None) -> float: ...
+
+    def observe(self, max_output_tokens: int | None, output_tokens: int) -> None: ...
 
 
 class KVConnector(Protocol):
@@ -137,8 +238,21 @@ class EngineReport:
     served_models: tuple[str, ...]
     model_cards: tuple[JsonObject, ...]
     incarnation: str | None  # changes when the process is another one; None where it cannot be told
+    dp_size: int = 1
     kv_events: str | None = None
     kv_replay: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine's metrics say of its load, summed over its ranks. The `pulled_*` are totals since its start."""
+
+    running: int
+    waiting: int
+    kv_usage: float  # 0 to 1, handoffs that still wait to be pulled included
+    kv_capacity_tokens: int | None
+    pulled_bytes: float = 0.0
+    pull_s: float = 0.0
 
 
 class EngineClient(Protocol):
@@ -167,6 +281,10 @@ class EngineClient(Protocol):
         """The engine's metrics, `name` or `name{label="value"}` -> value, summed over its engines."""
         ...
 
+    async def load(self, url: str) -> EngineLoad:
+        """A few of them, cheaply: it is asked of every engine all the time."""
+        ...
+
 
 class FollowEvents(Protocol):
     """Feeds the prefix index with the instance's KV events until it is cancelled."""
@@ -181,6 +299,20 @@ class PairTest(Protocol):
     """
 
     async def __call__(self, prefill: Instance, decode: Instance) -> None: ...
+
+
+class RouteRecord(Protocol):
+    """Told what happens to one request, by the router that serves it."""
+
+    def decided(self, decision: Decision, request: InferenceRequest) -> None:
+        """Every time; the last one counts. `request` as it was when it was decided on, its tokens counted."""
+        ...
+
+    def queued(self, wait_s: float) -> None: ...
+
+    def rejected(self, rejection: Reject) -> None:
+        """By admission, at once; the error that the client gets names the code."""
+        ...
 
 
 class RouteObserver(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NewType
+from typing import Any, NamedTuple, NewType
 
 InstanceId = NewType("InstanceId", str)
 # A JSON object as the router handles it: keys decoded, values left as msgspec.Raw until somebody needs them.
@@ -14,7 +14,7 @@ Body = Mapping[str, Any]
 
 
 class Role(StrEnum):
-    """What an instance is meant for. Binding under the policies that exist so far."""
+    """What an instance is meant for: a preference under a policy with soft roles, binding under the others."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -42,7 +42,15 @@ class Reason(StrEnum):
 
     POLICY = "policy"  # the policy knows one path only
     LONG_PROMPT = "long_prompt"
-    SHORT_PROMPT = "short_prompt"
+    SHORT_PROMPT = "short_prompt"  # a handoff costs more than computing so few tokens
+    CACHE_HOT = "cache_hot"  # the target holds most of the prompt already
+    PREFILL_BUSY = "prefill_busy"  # the queue in front of the other prefills is what makes them slower
+    LINK_BUSY = "link_busy"  # the handoffs in flight are
+    TRANSFER_SLOWER = "transfer_slower"  # moving the KV takes longer than computing it
+    PREFILL_FASTER = "prefill_faster"  # the first token comes earlier with a prefill elsewhere
+    DECODE_BUSY = "decode_busy"  # the decode target has prefills of its own to finish first
+    PROTECTS_STREAMS = "protects_streams"  # a prefill here would break objectives of streams that run here
+    SAMPLED = "sampled"  # the other path looked better; nothing is known of this one, and little is lost by trying
     NO_PREFILL = "no_prefill"  # no tested pair leads to the decode target
     NOT_COUNTED = "not_counted"  # the tokenizer failed, so nobody knows how long the prompt is
     NOT_SPLITTABLE = "not_splittable"  # the request's shape must stay whole on one instance
@@ -101,7 +109,15 @@ class Instance:
     fingerprint: Fingerprint = Fingerprint()
     kv_events: str | None = None  # ZMQ endpoint that publishes, and
     kv_replay: str | None = None  # the one that says again what was missed
+    dp_size: int = 1  # data-parallel ranks
     side_channel: str | None = None  # host:port of the connector's handshake
+
+
+class Estimate(NamedTuple):
+    """A predicted time and its standard deviation, in seconds."""
+
+    mean_s: float
+    sd_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,52 +128,18 @@ class FleetSnapshot:
     instances: tuple[Instance, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """(instance, data-parallel rank): what is chosen, reserved and indexed."""
+class Target(NamedTuple):
+    """(instance, data-parallel rank): what is chosen, reserved and indexed. A tuple, for it is hashed all the time."""
 
     instance: InstanceId
     dp_rank: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """An ordered (prefill, decode) couple; tested before it carries traffic."""
 
     prefill: InstanceId
     decode: InstanceId
-
-
-@dataclass(frozen=True, slots=True)
-class TargetLoad:
-    """What this router's own leases hold on a target, in requests."""
-
-    prefills: int = 0
-    handoffs: int = 0  # prefilled, not yet pulled
-    decodes: int = 0
-
-    @property
-    def requests(self) -> int:
-        """Those that the target works on now; a handoff only waits to be pulled."""
-        return self.prefills + self.decodes
-
-
-@dataclass(frozen=True, slots=True)
-class TargetView:
-    """A target that may be used now."""
-
-    target: Target
-    role: Role
-    load: TargetLoad = TargetLoad()
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterView:
-    """The immutable picture of the fleet a policy may look at: usable targets and tested pairs only."""
-
-    now_s: float
-    targets: tuple[TargetView, ...]
-    pairs: frozenset[Pair]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +155,11 @@ class Slo:
 class InferenceRequest:
     """What a policy may know of a request. Never its text.
 
-    `prompt_tokens` is exact (the engine's own tokenizer) or None when the policy did not ask for it.
+    `prompt_tokens` is exact or None: the policy did not ask for it, the tokenizer failed, or there is no text to count
+    (`countable` is False).
     `tiebreak` in [0, 1) stands in for a random source, `excluded` holds targets that already failed it.
+    `output_tokens` is how many are expected, at most `max_output_tokens` (None: no limit was given). `waited_s` is how
+    long ago it arrived: that much of its TTFT is spent.
     """
 
     id: str
@@ -188,6 +173,10 @@ class InferenceRequest:
     forced_path: Path | None = None
     tiebreak: float = 0.0
     excluded: frozenset[Target] = frozenset()
+    output_tokens: float = 128.0
+    max_output_tokens: int | None = None
+    waited_s: float = 0.0
+    countable: bool = True
 
     def uncached_tokens(self, target: Target) -> int:
         """Prompt tokens `target` would have to compute; 0 when nobody counted them."""
@@ -196,13 +185,27 @@ class InferenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy returns. `terms` holds every number it looked at, units in the names."""
+    """What a policy returns. `terms` holds every number it looked at, units in the names.
+
+    `ttft` is the predicted TTFT of the best way per path, what it has waited already included; for a policy that
+    predicts nothing the router adds that of the path taken. `chance` is the predicted probability that the request
+    meets all its objectives, `gain` that less the expected number of running streams that would lose theirs; None: not
+    predicted.
+    """
 
     path: Path
     decode: Target
     reason: Reason
     prefill: Target | None = None
     terms: Mapping[str, float] = field(default_factory=dict)
+    ttft: Mapping[Path, Estimate] = field(default_factory=dict)
+    chance: float | None = None
+    gain: float | None = None
+
+    @property
+    def prefiller(self) -> Target:
+        """The target that computes the prompt."""
+        return self.prefill or self.decode
 
 
 @dataclass(frozen=True, slots=True)

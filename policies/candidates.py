@@ -1,17 +1,36 @@
-"""Who may do what: the filters and the picker that all path policies share."""
+"""Who may do what: the filters and pickers that the path policies with binding roles share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from disagg_router.errors import NoDecodeInstance
-from disagg_router.model import ClusterView, Decision, InferenceRequest, Pair, Path, Reason, TargetView
+from disagg_router.model import Decision, InferenceRequest, Path, Reason
+from disagg_router.view import ClusterView, TargetView
+
+
+def usable(request: InferenceRequest, view: ClusterView) -> list[TargetView]:
+    """The targets that have not failed this request."""
+    return [t for t in view.targets if t.target not in request.excluded]
+
+
+def decoders(request: InferenceRequest, view: ClusterView) -> list[TargetView]:
+    """Decode and unified targets. Raises NoDecodeInstance when there is none."""
+    able = [t for t in usable(request, view) if t.role.decodes]
+    if not able:
+        raise NoDecodeInstance("no decode instance is ready", retry_after_s=1)
+    return able
+
+
+def partners(request: InferenceRequest, view: ClusterView, decode: TargetView) -> list[TargetView]:
+    """Prefill and unified targets of a tested pair with `decode`."""
+    tested = view.partners.get(decode.target.instance, frozenset())
+    return [t for t in usable(request, view) if t.role.prefills and t.target.instance in tested]
 
 
 def pick_decode(request: InferenceRequest, view: ClusterView) -> TargetView:
     """The decode target with the fewest requests. Raises NoDecodeInstance."""
-    able = [t for t in view.targets if t.role.decodes and t.target not in request.excluded]
-    if not able:
-        raise NoDecodeInstance("no decode instance is ready", retry_after_s=1)
-    return _least_loaded(able, request)
+    return least_loaded(decoders(request, view), request)
 
 
 def pick_pair(
@@ -19,19 +38,12 @@ def pick_pair(
 ) -> tuple[TargetView, TargetView] | None:
     """The least loaded prefill of `decode`; without one (or where no tested pair leads to it) that of the least
     loaded decode target that has a prefill."""
-    usable = [t for t in view.targets if t.target not in request.excluded]
-    prefills = [t for t in usable if t.role.prefills]
-
-    def partners(decode: TargetView) -> list[TargetView]:
-        instance = decode.target.instance
-        return [p for p in prefills if Pair(p.target.instance, instance) in view.pairs]
-
-    if decode is None or not partners(decode):
-        able = [t for t in usable if t.role.decodes and partners(t)]
+    if decode is None or not partners(request, view, decode):
+        able = [t for t in usable(request, view) if t.role.decodes and partners(request, view, t)]
         if not able:
             return None
-        decode = _least_loaded(able, request)
-    return _least_loaded(partners(decode), request), decode
+        decode = least_loaded(able, request)
+    return least_loaded(partners(request, view, decode), request), decode
 
 
 def remote(
@@ -57,13 +69,17 @@ def local(
     return Decision(Path.LOCAL, pick_decode(request, view).target, reason, None, terms or {})
 
 
-def _least_loaded(targets: list[TargetView], request: InferenceRequest) -> TargetView:
-    """Fewest requests, then most of the prompt cached; what is still equal is shared out by the request's own tiebreak,
-    so that replicas do not march in step."""
+def least_loaded(targets: Iterable[TargetView], request: InferenceRequest) -> TargetView:
+    """Fewest requests, then most of the prompt cached."""
+    return best(targets, request, lambda t: (t.load.requests, -request.cached_tokens.get(t.target, 0)))
 
-    def weight(view: TargetView) -> tuple[int, int]:
-        return view.load.requests, -request.cached_tokens.get(view.target, 0)
 
-    least = min(weight(t) for t in targets)
-    equals = [t for t in targets if weight(t) == least]
+def best(
+    targets: Iterable[TargetView], request: InferenceRequest, weight: Callable[[TargetView], tuple[float, ...]]
+) -> TargetView:
+    """The least weight. What is equal is shared out by the request's own tiebreak, so that replicas do not march in
+    step."""
+    weighed = [(weight(t), t) for t in targets]
+    least = min(w for w, _ in weighed)
+    equals = [t for w, t in weighed if w == least]
     return equals[int(request.tiebreak * len(equals))]

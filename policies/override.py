@@ -6,8 +6,9 @@ import dataclasses
 
 from disagg_router.errors import BadRequest, NoPrefillInstance
 from disagg_router.interfaces import PathPolicy
-from disagg_router.model import ClusterView, Decision, InferenceRequest, Path, Reason
+from disagg_router.model import Decision, InferenceRequest, Path, Reason
 from disagg_router.policies.candidates import local, remote
+from disagg_router.view import ClusterView
 
 
 class PathOverride:
@@ -15,7 +16,7 @@ class PathOverride:
 
     def __init__(self, inner: PathPolicy) -> None:
         self._inner = inner
-        self.needs_token_count = inner.needs_token_count
+        self.needs_token_count, self.soft_roles = inner.needs_token_count, inner.soft_roles
 
     def decide(self, request: InferenceRequest, view: ClusterView) -> Decision:
         if request.forced_path is None:

@@ -14,11 +14,23 @@ from disagg_router.errors import ConfigError
 from disagg_router.interfaces import PathPolicy
 from disagg_router.policies.always_local import AlwaysLocal
 from disagg_router.policies.always_remote import AlwaysRemote
+from disagg_router.policies.break_even import BreakEven
+from disagg_router.policies.isl_bounding import IslBounding
+from disagg_router.policies.least_loaded import LeastLoaded
 from disagg_router.policies.threshold import Threshold
+from disagg_router.policies.ttft_min import TtftMin
 
 ENTRY_POINTS = "disagg_router.policies"
 BUILT_IN: Mapping[str, Callable[..., PathPolicy]] = MappingProxyType(
-    {"always_local": AlwaysLocal, "always_remote": AlwaysRemote, "threshold": Threshold}
+    {
+        "break_even": BreakEven,
+        "always_local": AlwaysLocal,
+        "always_remote": AlwaysRemote,
+        "threshold": Threshold,
+        "isl_bounding": IslBounding,
+        "ttft_min": TtftMin,
+        "least_loaded": LeastLoaded,
+    }
 )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, NonNegativeInt, validate_call
 
-from disagg_router.model import ClusterView, Decision, InferenceRequest, Reason
+from disagg_router.model import Decision, InferenceRequest, Reason
 from disagg_router.policies.candidates import local, pick_decode, remote
+from disagg_router.view import ClusterView
 
 
 class Threshold:
@@ -15,6 +16,7 @@ class Threshold:
     """
 
     needs_token_count = True
+    soft_roles = False
 
     @validate_call(config=ConfigDict(strict=True))
     def __init__(self, tokens: NonNegativeInt | None = 256) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from disagg_router.model import (
-    ClusterView,
     Fingerprint,
     InferenceRequest,
     Instance,
@@ -17,9 +16,10 @@ from disagg_router.model import (
     Role,
     Slo,
     Target,
-    TargetLoad,
-    TargetView,
 )
+from disagg_router.routing.fleet import partners_of
+from disagg_router.timing import CostSnapshot, LinkTiming, TargetTiming
+from disagg_router.view import ClusterView, TargetLoad, TargetView
 
 FINGERPRINT = Fingerprint(
     model="./model",
@@ -34,6 +34,14 @@ FINGERPRINT = Fingerprint(
     tensor_parallel=1,
     pipeline_parallel=1,
 )
+
+
+# Of round numbers, for arithmetic by hand: 1,000 tokens are prefilled in 0.11 s, a step takes 10 ms and 1 ms for each
+# further stream, and a token's KV of 1,000 bytes crosses the link in 1 us.
+TIMING = TargetTiming(
+    prefill_a_s=0.01, prefill_b_s=1e-4, prefill_c_s=0.0, step_d_s=0.009, step_e_s=0.001, step_f_s=0.0, chunk_tokens=2048
+)
+COSTS = CostSnapshot(target=TIMING, link=LinkTiming(handoff_s=0.02, bytes_per_s=1e9), kv_bytes_per_token=1000.0)
 
 
 def request(**changes: Any) -> InferenceRequest:
@@ -70,13 +78,16 @@ def pair(prefill: str, decode: str) -> Pair:
     return Pair(InstanceId(prefill), InstanceId(decode))
 
 
-def view(*names: str, pairs: str = "", **decodes: int) -> ClusterView:
-    """`pairs="p0>d0 p1>d0"`; a keyword gives a target's number of running decodes."""
-    targets = tuple(
-        TargetView(target(name), instance(name).role, TargetLoad(decodes=decodes.get(name, 0))) for name in names
-    )
-    tested = frozenset(pair(*couple.split(">")) for couple in pairs.split())
-    return ClusterView(now_s=0.0, targets=targets, pairs=tested)
+def view(*names: str, pairs: str = "", soft: bool = False, **loads: Any) -> ClusterView:
+    """`pairs="p0>d0 p1>d0"`; a keyword gives a target's load, or just its number of running decodes."""
+
+    def load(name: str) -> TargetLoad:
+        given = loads.get(name, 0)
+        return given if isinstance(given, TargetLoad) else TargetLoad(decodes=given)
+
+    targets = tuple(TargetView(target(name), instance(name).role, load(name)) for name in names)
+    tested = partners_of(pair(*couple.split(">")) for couple in pairs.split())
+    return ClusterView(now_s=0.0, targets=targets, partners=tested, costs=COSTS, soft_roles=soft)
 
 
 def spec(**changes: Any) -> InstanceSpec:

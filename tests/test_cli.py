@@ -227,9 +227,9 @@ def test_a_good_file_is_exit_code_0(folder):
     """And one object with --json."""
     done = run(folder, "check-config", str(folder / "cluster.yaml"))
     assert (done.returncode, done.stderr) == (0, "")
-    assert "is good: 1 prefill, 1 decode, policy threshold" in " ".join(done.stdout.split())
+    assert "is good: 1 prefill, 1 decode, policy break_even" in " ".join(done.stdout.split())
     shown = json.loads(run(folder, "check-config", str(folder / "cluster.yaml"), "--json").stdout)
-    assert shown == {"ok": True, "pools": {"prefill": 1, "decode": 1}, "policy": "threshold"}
+    assert shown == {"ok": True, "pools": {"prefill": 1, "decode": 1}, "policy": "break_even"}
 
 
 @pytest.mark.parametrize("example", ["local-cpu/cluster.yaml", "ray-job/cluster.yaml", "static-proxy/proxy.yaml"])

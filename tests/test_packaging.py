@@ -25,6 +25,8 @@ LINKED = ("connectors", "policies")  # top-level folders that import as disagg_r
 RANKS = (
     ("", "errors"),  # "" is disagg_router/__init__.py
     ("model",),
+    ("timing",),
+    ("view",),
     ("interfaces", "config", "listening", "body"),
     ("policies", "connectors", "cost", "controller.reconcile"),
     ("routing",),
@@ -32,6 +34,7 @@ RANKS = (
     ("sim",),
     ("planner", "controller.ray_session"),
     ("proxy", "engines", "controller.ray_launcher", "bench"),
+    ("router_parts",),
     ("wiring",),
     ("serve",),
     ("cli",),
@@ -47,7 +50,7 @@ DOORS = {
     "nixl_cu12": ("connectors.engine_side",),
     "httpx": ("engines", "routing.sources", "proxy.admin_client"),
     "zmq": ("engines",),
-    "fastapi": ("proxy", "controller", "wiring"),
+    "fastapi": ("proxy", "controller", "router_parts"),
     "starlette": ("proxy", "controller"),
     "uvicorn": ("listening",),
 }

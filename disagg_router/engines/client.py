@@ -18,7 +18,7 @@ from disagg_router.engines.connection import UpstreamLimits
 from disagg_router.engines.tokenize import tokenize_bodies, truncated
 from disagg_router.engines.upstream import Upstream
 from disagg_router.errors import UpstreamError, UpstreamTimeout
-from disagg_router.interfaces import EngineCall, EngineReport, EngineResponse
+from disagg_router.interfaces import EngineCall, EngineLoad, EngineReport, EngineResponse
 from disagg_router.listening import bracketed
 from disagg_router.model import Body, Fingerprint
 
@@ -113,6 +113,7 @@ class VllmClient:
                 served_models=tuple(str(card["id"]) for card in cards),
                 model_cards=tuple(cards),
                 incarnation=exposition.start_time(metrics),
+                dp_size=exposition.engines(metrics),
                 kv_events=sources[0],
                 kv_replay=sources[1],
             )
@@ -124,6 +125,10 @@ class VllmClient:
         if len(text) <= _INLINE_PARSE_CHARS:
             return exposition.counters(text)
         return await asyncio.to_thread(exposition.counters, text)
+
+    async def load(self, url: str) -> EngineLoad:
+        """What its metrics say of its load."""
+        return exposition.load(await self._metrics(url))
 
     async def _ids(self, url: str, asked: Mapping[str, Any]) -> list[int]:
         async with self.open(url, EngineCall("/tokenize", msgspec.json.encode(asked))) as response:

@@ -9,11 +9,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from disagg_router.errors import UpstreamError
+from disagg_router.interfaces import EngineLoad
 
 # These tell apart the engines (data-parallel ranks) and the served name of one server: summed over.
 _SUMMED_LABELS = frozenset({"engine", "model_name"})
 _KEPT_PREFIXES = ("vllm:", "process_")
 # Four fifths of the text, and nobody asks for them: buckets, creation times, and infos that are all labels.
+_USAGE = "kv_cache_usage_perc"
+_LOAD_NAMES = (
+    *("num_requests_running", "num_requests_waiting", _USAGE),
+    *("nixl_bytes_transferred_sum", "nixl_xfer_time_seconds_sum"),
+)
 _DROPPED_SUFFIXES = ("_bucket", "_created", "_info")
 
 
@@ -33,10 +39,45 @@ def cache_config(text: str) -> dict[str, str]:
     return {k: v for k, v in engines[0].items() if all(e.get(k) == v for e in engines)} if engines else {}
 
 
+def load(text: str) -> EngineLoad:
+    """Read on every look at every engine, so only the few lines that matter are looked at, and none is parsed."""
+    totals = dict.fromkeys(_LOAD_NAMES, 0.0)
+    ranks = 0
+    for line in text.splitlines():
+        if not line.startswith("vllm:"):
+            continue
+        name = line[5 : line.find("{")]
+        if name in totals:
+            try:
+                totals[name] += float(line[line.rindex(" ") :])
+            except ValueError as exc:
+                raise UpstreamError("the engine's /metrics is not in the Prometheus text format") from exc
+            ranks += name == _USAGE
+    return EngineLoad(
+        running=round(totals["num_requests_running"]),
+        waiting=round(totals["num_requests_waiting"]),
+        kv_usage=totals[_USAGE] / max(1, ranks),
+        kv_capacity_tokens=_capacity_tokens(cache_config(text), max(1, ranks)),
+        pulled_bytes=totals["nixl_bytes_transferred_sum"],
+        pull_s=totals["nixl_xfer_time_seconds_sum"],
+    )
+
+
+def engines(text: str) -> int:
+    """Data-parallel ranks that the server has, each an engine of its own."""
+    return max(1, sum(line.startswith("vllm:cache_config_info{") for line in text.splitlines()))
+
+
 def start_time(text: str) -> str | None:
     """When the server's process started, as it says itself; several API server processes do not export it."""
     lines = (line for line in text.splitlines() if line.startswith("process_start_time_seconds "))
     return next((f"{sample.value:.2f}" for sample in _samples(lines)), None)
+
+
+def _capacity_tokens(config: dict[str, str], ranks: int) -> int | None:
+    """Of all ranks together; the ranks of one server are alike."""
+    blocks, block_size = config.get("num_gpu_blocks", ""), config.get("block_size", "")
+    return int(blocks) * int(block_size) * ranks if blocks.isdecimal() and block_size.isdecimal() else None
 
 
 def _kept_lines(text: str) -> Iterator[str]:

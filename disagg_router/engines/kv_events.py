@@ -250,12 +250,24 @@ async def _receive(socket: zmq.asyncio.Socket, limit_s: float) -> list[bytes] | 
 
 
 async def follow_kv_events(instance: Instance, *, index: PrefixIndex) -> None:
-    """Feed `index` with what the instance's rank 0 tells, until cancelled. Raises UpstreamError when the endpoint
-    cannot be subscribed to."""
+    """Feed `index` with what every data-parallel rank of the instance tells, until cancelled. Raises UpstreamError when
+    an endpoint cannot be subscribed to; then no rank is followed any more."""
     if instance.kv_events is None:
         return
     with zmq.asyncio.Context() as context:
-        stream = KVEventStream(instance.kv_events, replay_endpoint=instance.kv_replay, context=context)
-        async with contextlib.aclosing(stream.events()) as events:
-            async for told in events:
-                feed(index, Target(instance.id, told.dp_rank), told.event)
+        streams = [
+            KVEventStream(instance.kv_events, replay_endpoint=instance.kv_replay, context=context, dp_rank=rank)
+            for rank in range(instance.dp_size)
+        ]
+        try:
+            async with asyncio.TaskGroup() as ranks:
+                for stream in streams:
+                    ranks.create_task(_feed_all(stream, instance, index))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+
+async def _feed_all(stream: KVEventStream, instance: Instance, index: PrefixIndex) -> None:
+    async with contextlib.aclosing(stream.events()) as events:
+        async for told in events:
+            feed(index, Target(instance.id, told.dp_rank), told.event)

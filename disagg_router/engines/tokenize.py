@@ -56,7 +56,25 @@ def _chat(body: Body) -> dict[str, Any]:
         if "reasoning_effort" in variables and "enable_thinking" not in kwargs:
             variables["enable_thinking"] = variables["reasoning_effort"] != "none"
         asked["chat_template_kwargs"] = {**kwargs, **variables}
+    if (messages := _with_reasoning(value_of(body, "messages"))) is not None:
+        asked["messages"] = messages
     return asked
+
+
+def _with_reasoning(messages: object) -> list[Any] | None:
+    """The chat endpoint reads `reasoning_content` as `reasoning`, /tokenize does not. None: nothing to change."""
+    if not isinstance(messages, list):
+        return None
+    changed = [_renamed(message) for message in messages]
+    return changed if any(new is not old for new, old in zip(changed, messages, strict=True)) else None
+
+
+def _renamed(message: Any) -> Any:  # noqa: ANN401 - JSON
+    if not isinstance(message, dict) or message.get("reasoning_content") is None:
+        return message
+    rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+    given = rest.get("reasoning")
+    return {**rest, "reasoning": message["reasoning_content"] if given is None else given}
 
 
 def _split_prompt(prompt: object) -> tuple[list[int], list[str]]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import secrets
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from disagg_router.body import value_of
-from disagg_router.errors import BadRequest, ErrorCode, ModelNotFound, RequestError
+from disagg_router.errors import BadRequest, ModelNotFound, RequestError
 from disagg_router.model import Body, InferenceRequest, Path, Slo
 
 COMPLETIONS = "/v1/completions"
@@ -57,25 +57,29 @@ def parse_call(
     request_id: str,
     *,
     served_name: str,
+    adapters: Callable[[], Collection[str]],
     slo: Slo,
     allow_path_override: bool,
 ) -> ClientCall:
     """Raises BadRequest or ModelNotFound. Header names are lower case."""
     body = _clean(_json_object(content))
     model = value_of(body, "model")
-    if model not in (None, "", served_name):
+    if model not in (None, "", served_name) and model not in adapters():
         raise ModelNotFound(
             f"the model {_quoted(model)} does not exist: this router serves {served_name}", param="model"
         )
     stream = value_of(body, "stream")
     if stream not in (None, True, False):
         raise BadRequest("stream must be true or false", param="stream")
+    splittable = endpoint in (COMPLETIONS, CHAT) and not _stays_whole(endpoint, body)
     request = InferenceRequest(
         # A client may repeat its ids; the engines must not see two clients' requests under one.
         id=f"{request_id}-{secrets.token_hex(4)}",
         endpoint=endpoint,
         stream=bool(stream),
-        splittable=endpoint in (COMPLETIONS, CHAT) and not _stays_whole(endpoint, body),
+        splittable=splittable,
+        countable=splittable or _has_text(endpoint, body),
+        max_output_tokens=_max_output_tokens(body),
         slo=_slo(headers, slo),
         priority=_priority(headers),
         forced_path=_forced_path(headers) if allow_path_override else None,
@@ -88,7 +92,7 @@ def parse_call(
 def error_body(error: RequestError) -> bytes:
     """The OpenAI shape of an error the router itself gives."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    if error.code in (ErrorCode.RATE_LIMITED, ErrorCode.QUEUE_FULL):
+    if error.status == 429:
         kind = "rate_limit_error"
     detail = {"message": error.message, "type": kind, "param": error.param, "code": error.code.value}
     return msgspec.json.encode({"error": detail})
@@ -129,6 +133,19 @@ def _single_prompt(body: Body) -> bool:
     prompt = body.get("prompt")
     raw = bytes(prompt) if isinstance(prompt, msgspec.Raw) else b""
     return raw.startswith(b'"') or (raw.startswith(b"[") and raw[1:].lstrip()[:1].isdigit())
+
+
+def _has_text(endpoint: str, body: Body) -> bool:
+    if endpoint == COMPLETIONS:
+        return "prompt" in body and value_of(body, "prompt_embeds") is None
+    return endpoint == CHAT and "messages" in body
+
+
+def _max_output_tokens(body: Body) -> int | None:
+    """A limit that is none, or nonsense, is left to the engine."""
+    given = [value_of(body, key) for key in ("max_completion_tokens", "max_tokens")]
+    limits = [limit for limit in given if type(limit) is int and limit >= 0]
+    return limits[0] if limits else None
 
 
 def _slo(headers: Mapping[str, str], default: Slo) -> Slo:

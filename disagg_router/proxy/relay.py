@@ -23,7 +23,7 @@ from disagg_router.interfaces import Clock
 from disagg_router.model import Decision
 from disagg_router.observability.requests import RequestRecord, RequestRecorder
 from disagg_router.proxy.openai import ROUTED_ENDPOINTS, ClientCall, error_body, request_id_of
-from disagg_router.proxy.streams import ErrorWatch, FirstContent, error_event
+from disagg_router.proxy.streams import ErrorWatch, FirstContent, error_event, tokens_in
 from disagg_router.routing.router import Routed, Router
 
 Message = MutableMapping[str, Any]
@@ -86,7 +86,7 @@ class RoutedEndpoint:
             raise
 
     async def _answer(self, call: ClientCall, out: _Answer, record: RequestRecord) -> None:
-        async with self._router.route(call.request, call.body, call.headers, record.decided) as routed:
+        async with self._router.route(call.request, call.body, call.headers, record) as routed:
             await out.start(routed)
             try:
                 await (self._relay_stream(routed, out, record) if call.request.stream else _relay(routed, out))
@@ -94,20 +94,30 @@ class RoutedEndpoint:
                 self._router.failed(routed.decision.decode, exc)
                 await out.lost(exc, streamed=call.request.stream)
                 return
+            routed.complete = record.outcome == "ok"
             await out.finish()
 
     async def _relay_stream(self, routed: Routed, out: _Answer, record: RequestRecord) -> None:
-        first, errors = FirstContent(), ErrorWatch()
-        async for chunk in routed.response.chunks():
-            if not first.done and first.feed(chunk):
-                record.first_content_s = self._clock.now_s()
-            await out.send(errors.feed(chunk))
-            if errors.ended:
-                record.outcome = "engine_error"
-                self._router.failed(
-                    routed.decision.decode, UpstreamError("the engine failed in the middle of a stream")
-                )
-                return
+        stream = routed.stream
+        assert stream is not None
+        first, errors, now_s = FirstContent(), ErrorWatch(), self._clock.now_s
+        try:
+            async for chunk in routed.response.chunks():
+                if first.done:
+                    stream.count(tokens_in(chunk), now_s())
+                elif first.feed(chunk):
+                    record.first_content_s = now_s()
+                    stream.count(1, record.first_content_s)
+                await out.send(errors.feed(chunk))
+                if errors.ended:
+                    record.outcome = "engine_error"
+                    self._router.failed(
+                        routed.decision.decode, UpstreamError("the engine failed in the middle of a stream")
+                    )
+                    return
+        finally:
+            record.last_content_s, record.max_gap_s = stream.last_s, stream.max_gap_s
+            record.output_tokens = stream.tokens
 
     async def _read_body(self, headers: dict[str, str], receive: Receive) -> bytes:
         """Raises BodyTooLarge before reading all of it, RequestError when the client is too slow, ClientGone."""

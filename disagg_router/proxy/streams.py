@@ -66,6 +66,11 @@ class ErrorWatch:
         return chunk[: end + 2 - len(self._tail)]
 
 
+def tokens_in(chunk: bytes) -> int:
+    """Events that end in this chunk: vLLM sends one for each token, and one that says [DONE]."""
+    return chunk.count(b"\n\n") - chunk.endswith(b"data: [DONE]\n\n")
+
+
 def error_event(error: RequestError) -> bytes:
     """The last event of a stream whose engine was lost. It starts with the end of whatever event was cut."""
     return b"\n\ndata: " + error_body(error) + b"\n\n"

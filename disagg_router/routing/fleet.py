@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from disagg_router.model import (
-    ClusterView,
-    Instance,
-    InstanceId,
-    InstanceState,
-    Pair,
-    PairState,
-    Target,
-    TargetLoad,
-    TargetView,
-)
+from disagg_router.model import Instance, InstanceId, InstanceState, Pair, PairState
 
 PARTNERS = 8  # at most so many pairs per instance: handshakes and tests are not free
 
@@ -34,12 +25,16 @@ class Fleet:
 
     instances: Mapping[InstanceId, Instance] = field(default_factory=dict)
     pairs: Mapping[Pair, PairStatus] = field(default_factory=dict)
+    soft_roles: bool = False  # the policy and the connector let any instance do either part
 
     def ready(self) -> list[Instance]:
         return [i for i in self.instances.values() if i.state is InstanceState.READY]
 
     def can_serve_whole(self) -> bool:
-        return any(i.role.decodes for i in self.ready())
+        return any(self.soft_roles or i.role.decodes for i in self.ready())
+
+    def tested_pairs(self) -> list[Pair]:
+        return [pair for pair, status in self.pairs.items() if status.state is PairState.READY]
 
     def settled(self) -> bool:
         """No pair between ready instances still waits for its first test."""
@@ -47,25 +42,27 @@ class Fleet:
         waiting = (PairState.UNTESTED, PairState.TESTING)
         return not any(s.state in waiting and {p.prefill, p.decode} <= ready for p, s in self.pairs.items())
 
-    def view(self, now_s: float, load: Callable[[Target], TargetLoad]) -> ClusterView:
-        """What a policy may look at now; `load` gives what this router's leases hold on a target."""
-        targets = [(Target(i.id), i.role) for i in self.ready()]
-        return ClusterView(
-            now_s=now_s,
-            targets=tuple(TargetView(target, role, load(target)) for target, role in targets),
-            pairs=frozenset(pair for pair, status in self.pairs.items() if status.state is PairState.READY),
-        )
+
+def partners_of(pairs: Iterable[Pair]) -> Mapping[InstanceId, frozenset[InstanceId]]:
+    """Decode instance -> the prefills of its pairs."""
+    found: dict[InstanceId, set[InstanceId]] = defaultdict(set)
+    for pair in pairs:
+        found[pair.decode].add(pair.prefill)
+    return {decode: frozenset(prefills) for decode, prefills in found.items()}
 
 
-def plan_pairs(instances: Iterable[Instance], partners: int = PARTNERS) -> tuple[Pair, ...]:
-    """The pairs worth testing: every prefill with every decode while they are few, a ring of neighbours otherwise.
+def plan_pairs(
+    instances: Iterable[Instance], partners: int = PARTNERS, *, soft_roles: bool = False
+) -> tuple[Pair, ...]:
+    """The pairs worth testing: every prefill with every decode while they are few, a ring of neighbours otherwise. With
+    soft roles every instance is both.
 
     Each decode gets the `partners` prefills that follow its own place on the ring, so each prefill's pairs stay
     within `partners` as well when there are at least as many prefills as decodes.
     """
     ordered = sorted(instances, key=lambda i: i.id)
-    prefills = [i for i in ordered if i.role.prefills]
-    decodes = [i for i in ordered if i.role.decodes]
+    prefills = [i for i in ordered if soft_roles or i.role.prefills]
+    decodes = [i for i in ordered if soft_roles or i.role.decodes]
     per_decode = min(partners, len(prefills), max(1, partners * len(prefills) // max(1, len(decodes))))
     pairs: list[Pair] = []
     for place, decode in enumerate(decodes):

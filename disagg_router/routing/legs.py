@@ -13,10 +13,17 @@ from dataclasses import dataclass
 import msgspec
 
 from disagg_router.errors import UpstreamError, UpstreamRefused
-from disagg_router.interfaces import Clock, EngineCall, EngineClient, EngineResponse, KVConnector, RouteObserver
+from disagg_router.interfaces import (
+    Clock,
+    CostModel,
+    EngineCall,
+    EngineClient,
+    EngineResponse,
+    KVConnector,
+    RouteObserver,
+)
 from disagg_router.model import (
     Body,
-    Decision,
     Handoff,
     HandoffResult,
     InferenceRequest,
@@ -27,12 +34,14 @@ from disagg_router.model import (
     Target,
 )
 from disagg_router.routing.fleet import Fleet
-from disagg_router.routing.leases import LeaseBook, LeaseKind
+from disagg_router.routing.leases import HandoffLease
+from disagg_router.routing.placement import Placement
 
 log = logging.getLogger(__name__)
 
 RELEASE_LIMIT_S = 5.0
 RELEASE_ENDPOINT = "/v1/completions"
+UNSEEN_PULL_S, UNSEEN_PULL_TIMES = 1.0, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,8 @@ class _Ticket:
 
 
 class Legs:
-    """Holds the leases of a decision while its legs run. Raises LegFailed, HandoffExpired, UpstreamRefused."""
+    """Runs the legs of a placement and lets its leases go as they end. Raises LegFailed, HandoffExpired,
+    UpstreamRefused."""
 
     def __init__(
         self,
@@ -88,49 +98,53 @@ class Legs:
         connector: KVConnector,
         client: EngineClient,
         fleet: Callable[[], Fleet],
-        leases: LeaseBook,
+        costs: CostModel,
         limits: LegLimits,
         observer: RouteObserver,
         clock: Clock,
     ) -> None:
-        self._connector, self._client, self._fleet = connector, client, fleet
-        self._leases, self._limits, self._observer, self._clock = leases, limits, observer, clock
+        self._connector, self._client, self._fleet, self._costs = connector, client, fleet, costs
+        self._limits, self._observer, self._clock = limits, observer, clock
         self._releases: set[asyncio.Task[None]] = set()
 
-    async def open(self, work: Work, decision: Decision, attempt: AsyncExitStack) -> EngineResponse:
-        """The decode leg's answer, ready to be passed on; `attempt` holds everything until it ends.
-
-        Decode room is held before prefill compute is spent.
-        """
-        attempt.enter_context(self._leases.take(LeaseKind.DECODE, decision.decode))
-        if decision.prefill is None:
+    async def open(self, work: Work, placement: Placement, attempt: AsyncExitStack) -> EngineResponse:
+        """The decode leg's answer, ready to be passed on; `attempt` holds everything until it ends."""
+        attempt.enter_context(placement)
+        decision = placement.decision
+        if decision.prefill is None or placement.handoff is None:
             body = self._connector.local_body(work.body, load_external=decision.path is not Path.RECOMPUTE)
-            return await self._decode(decision.decode, self._decode_call(work, body), attempt)
+            call = self._decode_call(work, decision.decode, body)
+            response = await self._decode(decision.decode, call, attempt)
+            placement.prefill.done()
+            return response
         prefill, decode = self._instance(decision.prefill), self._instance(decision.decode)
         begun = self._connector.begin(work.request.id, prefill, decode)
-        with self._leases.take(LeaseKind.HANDOFF, decision.prefill):
+        try:
             if self._connector.concurrent_legs:
-                return await self._at_once(work, decision.prefill, decision.decode, begun, attempt)
-            handoff = await self._prefill(work, decision.prefill, begun)
-            return await self._send(work, decision.decode, handoff, attempt)
+                return await self._at_once(work, placement, begun, attempt)
+            handoff = await self._prefill(work, placement, begun)
+            return await self._send(work, placement, handoff, attempt)
+        finally:
+            placement.handoff.release()
 
     async def finish_releases(self) -> None:
         await asyncio.gather(*self._releases)
 
     # --- the legs ---
 
-    async def _prefill(self, work: Work, target: Target, begun: Handoff) -> Handoff:
+    async def _prefill(self, work: Work, placement: Placement, begun: Handoff) -> Handoff:
+        target = placement.decision.prefiller
         call = EngineCall(
             path=work.request.endpoint,
             body=msgspec.json.encode(self._connector.prefill_body(work.body, begun)),
-            headers=work.headers,
+            headers=self._headers(work, target),
             head_limit_s=self._limits.prefill_s,
         )
-        with self._leases.take(LeaseKind.PREFILL, target):
+        with placement.prefill:
             try:
                 async with self._client.open(self._instance(target).url, call) as response:
                     answer = msgspec.json.decode(await response.read(), type=dict[str, object])
-                return self._connector.complete(begun, answer, self._clock.now_s())
+                handoff = self._connector.complete(begun, answer, self._clock.now_s())
             except UpstreamRefused:
                 raise
             except UpstreamError as exc:
@@ -138,32 +152,67 @@ class Legs:
             except msgspec.MsgspecError as exc:
                 error = UpstreamError(f"{target.instance} did not answer a prefill in JSON")
                 raise LegFailed(target, error) from exc
+            placement.prefill.done()
+        if placement.handoff is not None:
+            placement.handoff.answered()
+        return handoff
 
-    async def _send(self, work: Work, target: Target, handoff: Handoff, attempt: AsyncExitStack) -> EngineResponse:
+    async def _send(
+        self, work: Work, placement: Placement, handoff: Handoff, attempt: AsyncExitStack
+    ) -> EngineResponse:
         """The decode leg of a finished prefill. The handoff is sent once, or released."""
+        target = placement.decision.decode
         ticket = _Ticket(lambda: self._fresh(handoff) and self._young(handoff))
-        call = self._decode_call(work, self._connector.decode_body(work.body, handoff))
+        call = self._decode_call(work, target, self._connector.decode_body(work.body, handoff))
         refused = False
+        sent_s = self._clock.now_s()
+        pulled = self._pulled_unseen(placement) if not work.request.stream else None
         try:
-            return await self._decode(target, dataclasses.replace(call, once=True, on_sent=ticket.send), attempt)
+            response = await self._decode(target, dataclasses.replace(call, once=True, on_sent=ticket.send), attempt)
         except UpstreamRefused:
             # Refused by its schema, a request never gets to where the engine would tell the prefill.
             refused = True
             raise
         finally:
+            if pulled is not None:
+                pulled.cancel()
             self._observer.handoff(ticket.result)
             if refused or ticket.result is not HandoffResult.SENT:
                 self._release(work, handoff)
+        if work.request.stream:
+            self._measure(placement, handoff.pair, self._clock.now_s() - sent_s)
+        return response
+
+    def _measure(self, placement: Placement, pair: Pair, seconds: float) -> None:
+        """What the handoff took: the time to the first byte less the step that made it."""
+        now_s = self._clock.now_s()
+        step_s = self._costs.snapshot(now_s).of(placement.decision.decode).step_mean_s(1, 0)
+        self._costs.handed_off(pair, placement.claim.link_bytes, max(0.0, seconds - step_s), now_s)
+
+    def _pulled_unseen(self, placement: Placement) -> asyncio.Task[None]:
+        """An unstreamed answer does not show when its KV was pulled: the link is taken for free again after well more
+        than the predicted time."""
+
+        async def let_go(handoff: HandoffLease) -> None:
+            decision = placement.decision
+            link = self._costs.snapshot(self._clock.now_s()).between(decision.prefiller, decision.decode)
+            transfer_s = link.handoff_s + link.transfer_mean_s(placement.claim.link_bytes, 0)
+            await self._clock.sleep(UNSEEN_PULL_S + UNSEEN_PULL_TIMES * transfer_s)
+            handoff.release()
+
+        assert placement.handoff is not None
+        return asyncio.create_task(let_go(placement.handoff))
 
     async def _at_once(
-        self, work: Work, prefill: Target, decode: Target, begun: Handoff, attempt: AsyncExitStack
+        self, work: Work, placement: Placement, begun: Handoff, attempt: AsyncExitStack
     ) -> EngineResponse:
         """Both legs together, for connectors that name their ids beforehand. A prefill that fails ends the decode
         leg, which would wait for it; one that is still at it when the decode leg answers goes on beside it."""
-        prefilling = asyncio.create_task(self._prefill(work, prefill, begun))
+        decode = placement.decision.decode
+        prefilling = asyncio.create_task(self._prefill(work, placement, begun))
         attempt.push_async_callback(_end, prefilling)
         ticket = _Ticket(lambda: self._fresh(begun))
-        call = self._decode_call(work, self._connector.decode_body(work.body, begun))
+        call = self._decode_call(work, decode, self._connector.decode_body(work.body, begun))
         call = dataclasses.replace(call, once=True, on_sent=ticket.send)
         decoding = asyncio.create_task(self._decode(decode, call, attempt))
         try:
@@ -183,9 +232,16 @@ class Legs:
         except UpstreamError as exc:
             raise LegFailed(target, exc) from exc
 
-    def _decode_call(self, work: Work, body: Body) -> EngineCall:
+    def _decode_call(self, work: Work, target: Target, body: Body) -> EngineCall:
         limit_s = self._limits.first_byte_s if work.request.stream else self._limits.unary_s
-        return EngineCall(work.request.endpoint, msgspec.json.encode(body), work.headers, head_limit_s=limit_s)
+        headers = self._headers(work, target)
+        return EngineCall(work.request.endpoint, msgspec.json.encode(body), headers, head_limit_s=limit_s)
+
+    def _headers(self, work: Work, target: Target) -> tuple[tuple[str, str], ...]:
+        """With the rank where there is more than one: only then does an engine take the header."""
+        if self._instance(target).dp_size == 1:
+            return work.headers
+        return (*work.headers, ("x-data-parallel-rank", str(target.dp_rank)))
 
     def _instance(self, target: Target) -> Instance:
         """Raises LegFailed for one that left the fleet since the decision."""

@@ -38,10 +38,11 @@ class PairTester:
         *,
         retest_s: float,
         limit_s: float,
+        soft_roles: bool,
         clock: Clock,
         changed: Callable[[], None],
     ) -> None:
-        self._test, self._retest_s, self._limit_s = test, retest_s, limit_s
+        self._test, self._retest_s, self._limit_s, self._soft_roles = test, retest_s, limit_s, soft_roles
         self._clock, self._changed = clock, changed
         self._records: dict[Pair, _Record] = {}
         self._instances: Mapping[InstanceId, Instance] = {}
@@ -57,7 +58,7 @@ class PairTester:
         when the same process comes back.
         """
         records: dict[Pair, _Record] = {}
-        for pair in plan_pairs(instances.values()):
+        for pair in plan_pairs(instances.values(), soft_roles=self._soft_roles):
             ends = instances[pair.prefill], instances[pair.decode]
             old = self._records.get(pair)
             away = not all(_ready(end) for end in ends)

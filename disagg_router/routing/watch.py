@@ -131,6 +131,7 @@ class InstanceWatch:
             state=InstanceState.READY,
             fingerprint=fingerprint,
             incarnation=declared.incarnation or report.incarnation or f"arrival-{self._arrivals}",
+            dp_size=report.dp_size,
             kv_events=report.kv_events,
             kv_replay=report.kv_replay,
         )

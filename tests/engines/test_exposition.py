@@ -6,6 +6,7 @@ import pytest
 
 from disagg_router.engines import exposition
 from disagg_router.errors import UpstreamError
+from disagg_router.interfaces import EngineLoad
 
 RECORDED = """\
 # HELP python_info Python platform information
@@ -53,6 +54,36 @@ def test_counters_are_named_by_what_is_left_of_their_labels() -> None:
         'vllm:prompt_tokens_by_source_total{source="local_cache_hit"}': 288,
         'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': 100,
     }
+
+
+def test_the_load_is_what_routing_needs() -> None:
+    """Requests, KV and what was pulled; capacity is blocks times their size."""
+    waiting = 'vllm:num_requests_waiting{engine="0",model_name="tiny"} 3.0\n'
+    running = 'vllm:num_requests_running{engine="0",model_name="tiny"} 2.0\n'
+    pulled = 'vllm:nixl_xfer_time_seconds_sum{engine="0",model_name="tiny"} 0.25\n'
+    assert exposition.load(RECORDED + waiting + running + pulled) == EngineLoad(
+        running=2,
+        waiting=3,
+        kv_usage=0.009009009009009028,
+        kv_capacity_tokens=32_000,
+        pulled_bytes=1_048_576,
+        pull_s=0.25,
+    )
+
+
+def test_the_load_of_a_server_with_two_engines_is_their_sum_and_their_mean_usage() -> None:
+    """They are alike, so the one's capacity is the other's."""
+    second = RECORDED.replace('engine="0"', 'engine="1"').replace("0.009009009009009028", "0.5")
+    load = exposition.load(RECORDED + second)
+    assert (load.kv_capacity_tokens, load.pulled_bytes) == (64_000, 2_097_152)
+    assert load.kv_usage == pytest.approx(0.2545, abs=1e-4)
+    assert exposition.engines(RECORDED + second) == 2
+
+
+def test_a_load_that_is_no_number_is_an_error_of_the_engine() -> None:
+    """Not of ours."""
+    with pytest.raises(UpstreamError):
+        exposition.load('vllm:num_requests_running{engine="0"} many\n')
 
 
 def test_counters_are_summed_over_engines() -> None:

@@ -16,12 +16,14 @@ from disagg_router.engines.kv_events import (
     ResetReason,
     StreamLimits,
     feed,
+    follow_kv_events,
     rank_endpoint,
 )
 from disagg_router.errors import UpstreamError
 from disagg_router.model import InstanceId, Target
 from disagg_router.routing.prefix_index import PrefixIndex
 from disagg_router.routing.token_hashes import chain
+from tests.builders import instance
 from tests.fakes.kv_publisher import publishers, stored
 
 LIMITS = StreamLimits(replay_s=0.2, rounds=4, quiet_s=30)
@@ -258,6 +260,33 @@ async def test_a_malformed_event_takes_nothing_with_it():
         assert await heard.next(2) == [3, 4]
         stats = heard.stream.stats
         assert (stats.malformed, stats.resets) == (4, 1)
+
+
+async def test_every_rank_of_an_instance_feeds_its_own_target():
+    """From one port after the other."""
+    context, index = zmq.asyncio.Context(), PrefixIndex(1000)
+    async with publishers(context, 2) as row:
+        told = instance("d0", kv_events=row[0].endpoint, kv_replay=row[0].replay_endpoint, dp_size=2)
+        following = asyncio.create_task(follow_kv_events(told, index=index))
+        for name, publisher in enumerate(row, 1):
+            await publisher.subscribed()
+            await publisher.publish(stored(name))
+        for _ in range(500):
+            if index.stats().stored == 2:
+                break
+            await asyncio.sleep(0.01)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    context.term()
+    for name in (1, 2):
+        assert index.cached_tokens(chain([name, name], 2), 2) == {Target(told.id, name - 1): (2, 0)}
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://host", "nothing://host:5557"])
+async def test_an_instance_that_cannot_be_followed_says_so(endpoint):
+    """One error, whichever rank met it."""
+    with pytest.raises(UpstreamError, match=r"tcp://host:port|cannot be subscribed to"):
+        await follow_kv_events(instance("d0", kv_events=endpoint, dp_size=2), index=PrefixIndex(10))
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://host", "", "host:", "tcp://h:99x"])

@@ -75,6 +75,22 @@ def test_template_variables_that_tokenize_has_no_field_for(fields: dict[str, Any
     assert body["chat_template_kwargs"] == kwargs
 
 
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({"reasoning_content": "r"}, {"reasoning": "r"}),
+        ({"reasoning_content": "r", "reasoning": "s"}, {"reasoning": "s"}),
+        ({"reasoning_content": "r", "reasoning": None}, {"reasoning": "r"}),
+        ({"reasoning_content": None}, {"reasoning_content": None}),
+    ],
+)
+def test_reasoning_goes_by_its_newer_name(given: dict[str, Any], sent: dict[str, Any]) -> None:
+    """The chat endpoint renames reasoning_content, /tokenize drops it: their prompts would differ (seen on 0.32)."""
+    answer = {"role": "assistant", "content": "a"}
+    _, (body,) = asked({"messages": [*MESSAGES, {**answer, **given}]})
+    assert body["messages"] == [*MESSAGES, {**answer, **sent}]
+
+
 @pytest.mark.parametrize("prompt", [None, 5, [], [[]], [1, "a"], ["a", [1, "b"]], {"a": 1}])
 def test_what_is_no_prompt_is_refused(prompt: object) -> None:
     """Neither a text nor token ids."""

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from disagg_router.errors import UpstreamError, UpstreamRefused, UpstreamUnreachable
-from disagg_router.interfaces import EngineCall, EngineReport
+from disagg_router.interfaces import EngineCall, EngineLoad, EngineReport
 from disagg_router.model import Body, Fingerprint
 
 REPORT = EngineReport(
@@ -22,6 +22,7 @@ REPORT = EngineReport(
     model_cards=({"id": "tiny", "object": "model", "max_model_len": 8192},),
     incarnation=None,
 )
+IDLE = EngineLoad(running=0, waiting=0, kv_usage=0.0, kv_capacity_tokens=None)
 
 
 @dataclass
@@ -81,6 +82,7 @@ class FakeClient:
         self.tokenized = 0
         self.health: dict[str, bool | Exception] = {}
         self.reports: dict[str, EngineReport | Exception] = {}
+        self.loads: dict[str, EngineLoad | Exception] = {}
         self.open_now = 0
         self.answered = asyncio.Event()  # set after every prefill answer
 
@@ -147,3 +149,9 @@ class FakeClient:
 
     async def counters(self, url: str) -> Mapping[str, float]:
         return {}
+
+    async def load(self, url: str) -> EngineLoad:
+        answer = self.loads.get(_name(url), IDLE)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer

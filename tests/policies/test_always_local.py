@@ -8,9 +8,13 @@ from tests.builders import request, target, view
 
 
 def test_nothing_is_split():
-    """However long the prompt."""
-    decision = AlwaysLocal().decide(request(prompt_tokens=100_000), view("p0", "d0", pairs="p0>d0"))
-    assert (decision.path, decision.reason, decision.decode) == (Path.LOCAL, Reason.POLICY, target("d0"))
+    """However long the prompt; a prefill instance serves its own requests whole, too."""
+    decisions = [
+        AlwaysLocal().decide(request(prompt_tokens=100_000, tiebreak=t), view("p0", "d0", pairs="p0>d0"))
+        for t in (0.0, 0.9)
+    ]
+    assert {(d.path, d.reason) for d in decisions} == {(Path.LOCAL, Reason.POLICY)}
+    assert [d.decode for d in decisions] == [target("p0"), target("d0")]
 
 
 def test_equals_are_shared_out_by_the_tiebreak():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from disagg_router.errors import ConfigError, NoDecodeInstance
@@ -67,7 +69,7 @@ def test_a_prompt_nobody_could_count_stays_local():
 def test_the_target_that_was_judged_is_the_one_that_decodes():
     """Its cache is why the prompt was long or short. Another is taken only where no pair leads to it."""
     cached = request(prompt_tokens=1000, cached_tokens={target("d0"): 0, target("d1"): 900})
-    busy = {"d1": 1}
+    busy: Any = {"d1": 1}
     decision = build_policy("threshold", {}).decide(cached, view("p0", "d0", "d1", pairs="p0>d0 p0>d1", **busy))
     assert (decision.decode, decision.terms["uncached_tokens"]) == (target("d0"), 1000)
     decision = build_policy("threshold", {}).decide(cached, view("p0", "d0", "d1", pairs="p0>d1", **busy))
@@ -98,7 +100,7 @@ def test_excluded_targets_are_not_chosen():
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("treshold", {}, "not known: use one of always_local, always_remote, threshold"),
+        ("treshold", {}, "not known: use one of always_local, always_remote, break_even, "),
         ("threshold", {"token": 3}, "router.policy.token is not an option of threshold: it has tokens"),
         ("threshold", {"tokens": "many"}, "router.policy.tokens: input should be a valid integer"),
         ("threshold", {"tokens": -1}, "router.policy.tokens: input should be greater than or equal to 0"),

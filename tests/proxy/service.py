@@ -47,7 +47,11 @@ async def running(*engines: tuple[str, FakeEngine], settled: bool = True, **conf
     for role, engine in engines:
         number = counts[role] = counts.get(role, -1) + 1
         static.append({"url": engine.url, "role": role, "id": f"{role}-{number}", "args": ARGS})
-    router = {"allow_path_override": True, "health": {"interval_s": 0.05, "pair_retest_s": 0.2}}
+    router = {
+        "policy": {"name": "threshold"},
+        "allow_path_override": True,
+        "health": {"interval_s": 0.05, "pair_retest_s": 0.2},
+    }
     whole = {
         "model": {"served_name": "tiny"},
         "fleet": {"static": static},
@@ -58,7 +62,7 @@ async def running(*engines: tuple[str, FakeEngine], settled: bool = True, **conf
     sockets = [listen("127.0.0.1", 0, "--port") for _ in range(2)]
     ports = [sock.getsockname()[1] for sock in sockets]
     listeners = [Listener(parts.public, sockets[0]), Listener(parts.admin, sockets[1])]
-    tasks = [asyncio.create_task(parts.brain.run()), *(asyncio.create_task(one.run_on_socket()) for one in listeners)]
+    tasks = [asyncio.create_task(parts.run()), *(asyncio.create_task(one.run_on_socket()) for one in listeners)]
     clients = [httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False) for port in ports]
     service = Service(parts, clients[0], clients[1], ports[0])
     try:
@@ -73,7 +77,7 @@ async def running(*engines: tuple[str, FakeEngine], settled: bool = True, **conf
             one.should_exit = True
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await parts.client.close()
+        await parts.close()
 
 
 @asynccontextmanager

@@ -70,7 +70,7 @@ async def test_c27_a_stream_arrives_as_it_is_made(forced):
 async def test_the_threshold_decides_by_the_engines_count():
     """255 tokens stay, 256 go."""
     async with fakes("p", "d") as (p, d), running(("prefill", p), ("decode", d)) as service:
-        paths = [(await service.complete("x" * n)).headers["x-disagg-path"] for n in (255, 256)]
+        paths = [(await service.complete(x * n)).headers["x-disagg-path"] for x, n in (("x", 255), ("y", 256))]
         assert paths == ["local", "remote_prefill"]
 
 
@@ -316,7 +316,7 @@ async def test_c04_a_hang_up_reaches_the_engine(stream, when):
         await asyncio.gather(asking, return_exceptions=True)
         await asyncio.wait_for(slow.generations()[-1].gone.wait(), 1)
         await asyncio.sleep(0.05)
-        assert service.parts.router.leases.held() == {}
+        assert service.parts.router.loads.leases.held() == {}
         assert p.pinned == {}
         if when == "prefill":
             assert len(d.generations()) == counts
@@ -392,11 +392,14 @@ async def test_admin_tells_and_explains():
         assert 'disagg_requests_total{outcome="ok",path="remote_prefill"} 1.0' in page
         assert "disagg_requests_in_flight 0.0" in page
         sent = len(d.generations())
-        shown = await service.admin.post("/debug/route", json={"model": "tiny", "prompt": "x" * 300})
-        assert shown.json() == {
-            "path": "remote_prefill", "reason": "long_prompt", "decode": "decode-0", "prefill": "prefill-0",
-            "terms": {"uncached_tokens": 300.0, "threshold_tokens": 256.0},
-        }  # fmt: skip
+        shown = await service.admin.post("/debug/route", json={"model": "tiny", "prompt": "y" * 300})
+        explained = shown.json()
+        assert [explained[key] for key in ("path", "reason", "decode", "prefill")] == [
+            "remote_prefill", "long_prompt", "decode-0", "prefill-0",
+        ]  # fmt: skip
+        assert explained["terms"] == {"uncached_tokens": 300.0, "threshold_tokens": 256.0}
+        assert explained["predicted"].keys() == {"remote_prefill"}
+        assert explained["admission"]["verdict"] == "admitted"
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
         assert (await service.admin.post("/debug/route", json=chat)).json()["path"] == "local"
         assert len(d.generations()) == sent
@@ -475,5 +478,5 @@ async def test_c12_after_a_storm_nothing_is_held():
 
             await asyncio.gather(*(one(i) for i in range(80)))
             assert await service.parts.router.drain(5)
-            assert service.parts.router.leases.held() == {}
+            assert service.parts.router.loads.leases.held() == {}
             assert "disagg_requests_in_flight 0.0" in (await service.admin.get("/metrics")).text

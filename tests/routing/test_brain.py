@@ -26,6 +26,7 @@ class World:
             Followers(self.follow, self.forgotten.append, self.clock),
             served_name="tiny",
             health=HealthConfig(),
+            soft_roles=False,
             clock=self.clock,
         )
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from disagg_router.model import InstanceId, InstanceState, PairState, TargetLoad
+from disagg_router.model import InstanceId, InstanceState, PairState
 from disagg_router.routing.fleet import Fleet, PairStatus, plan_pairs
 from tests.builders import instance, pair
 
@@ -27,25 +27,14 @@ def fleet(*instances, pairs=None):
     ],
 )
 def test_whole_requests_need_a_ready_instance_that_decodes(instances, whole):
-    """Roles are binding under the policies there are."""
+    """Where roles are binding."""
     assert fleet(*instances).can_serve_whole() is whole
 
 
-def test_the_view_holds_ready_targets_and_tested_pairs_only():
-    """A policy cannot choose what it does not see."""
-    pairs = {
-        pair("p0", "d0"): PairStatus(PairState.READY),
-        pair("p1", "d0"): PairStatus(PairState.REFUSED, "x"),
-        pair("p0", "d1"): PairStatus(PairState.TESTING),
-    }
-    away = instance("d1", state=InstanceState.UNREACHABLE)
-    view = fleet(instance("p0"), instance("p1"), instance("d0"), away, pairs=pairs).view(
-        5.0, lambda target: TargetLoad(decodes=len(target.instance))
-    )
-    assert view.now_s == 5.0
-    assert [t.target.instance for t in view.targets] == ["p0", "p1", "d0"]
-    assert view.targets[0].load == TargetLoad(decodes=2)
-    assert view.pairs == {pair("p0", "d0")}
+def test_with_soft_roles_any_ready_instance_serves_whole():
+    """A prefill instance alone is enough."""
+    assert Fleet({InstanceId("p0"): instance("p0")}, soft_roles=True).can_serve_whole()
+    assert not Fleet(soft_roles=True).can_serve_whole()
 
 
 @pytest.mark.parametrize(
@@ -73,6 +62,14 @@ def test_a_few_instances_are_all_paired():
     assert set(plan_pairs([instance("u0"), instance("u1")])) == {pair("u0", "u1"), pair("u1", "u0")}
     assert plan_pairs([instance("p0")]) == plan_pairs([instance("d0")]) == plan_pairs([]) == ()
     assert plan_pairs([instance("u0")]) == ()
+
+
+def test_with_soft_roles_everybody_prefills_for_everybody():
+    """Both ways round, whatever the role."""
+    both = {pair("p0", "d0"), pair("d0", "p0")}
+    assert set(plan_pairs([instance("p0"), instance("d0")], soft_roles=True)) == both
+    many = plan_pairs([instance(f"u{i}") for i in range(64)], soft_roles=True)
+    assert set(Counter(p.decode for p in many).values()) == set(Counter(p.prefill for p in many).values()) == {8}
 
 
 @pytest.mark.parametrize(("prefills", "decodes"), [(64, 64), (16, 64), (64, 16), (3, 40), (40, 3)])

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from disagg_router.model import InstanceState
+from disagg_router.model import InstanceState, Target
 from disagg_router.routing.followers import RETRY_S, Followers
 from tests.builders import instance, target
 from tests.fakes.clock import FakeClock, settle
@@ -77,6 +77,28 @@ async def test_another_process_is_followed_anew_and_the_old_ones_blocks_are_forg
         await world.see(incarnation="d0-second")
         assert world.running == ["d0-second"]
         assert world.forgotten == [target("d0")]
+
+
+async def test_every_rank_of_an_instance_is_forgotten():
+    """Its follower feeds one target for each."""
+    world = World()
+    async with world.open():
+        await world.see(dp_size=3)
+        await world.see(incarnation="d0-second", dp_size=3)
+        assert world.forgotten == [Target(D0.id, rank) for rank in range(3)]
+
+
+async def test_an_instance_without_events_is_forgotten_too():
+    """What was guessed of it goes with the process, and with its silence."""
+    world = World()
+    async with world.open():
+        await world.see(kv_events=None)
+        await world.see(kv_events=None)
+        assert (world.started, world.forgotten) == ([], [])
+        await world.see(kv_events=None, incarnation="d0-second")
+        assert world.forgotten == [target("d0")]
+        await world.see(incarnation="d0-second")
+        assert (world.running, world.forgotten) == (["d0-second"], [target("d0")] * 2)
 
 
 async def test_an_instance_that_leaves_is_forgotten():

@@ -19,7 +19,10 @@ class World:
     def __init__(self):
         self.clock, self.tests, self.outcomes, self.changes = FakeClock(), [], [], 0
         self.instances = {i.id: i for i in (instance("p0"), instance("d0"))}
-        self.tester = PairTester(self.test, retest_s=10, limit_s=0.05, clock=self.clock, changed=self.changed)
+        self.tester = self.new_tester(self.test, 0.05)
+
+    def new_tester(self, test, limit_s):
+        return PairTester(test, retest_s=10, limit_s=limit_s, soft_roles=False, clock=self.clock, changed=self.changed)
 
     async def test(self, prefill, decode):
         self.tests.append((prefill.incarnation, decode.incarnation))
@@ -140,7 +143,7 @@ async def test_the_test_of_an_end_that_was_replaced_is_ended():
     """It would hold a slot until its limit."""
     world = World()
     world.outcomes = ["hang"]
-    world.tester = PairTester(world.test, retest_s=10, limit_s=1000, clock=world.clock, changed=world.changed)
+    world.tester = world.new_tester(world.test, 1000)
     async with world.running():
         world.set("p0", incarnation="second")
         await settle()
@@ -159,7 +162,7 @@ async def test_one_decode_instance_is_tested_with_one_prefill_at_a_time():
         running -= 1
 
     world.instances = {i.id: i for i in (instance("p0"), instance("p1"), instance("p2"), instance("d0"))}
-    world.tester = PairTester(test, retest_s=10, limit_s=1, clock=world.clock, changed=world.changed)
+    world.tester = world.new_tester(test, 1)
     async with world.running():
         await asyncio.sleep(0.2)
         assert {status.state for status in world.tester.statuses().values()} == {PairState.READY}
@@ -173,7 +176,7 @@ async def test_an_answer_nobody_foresaw_costs_the_pair_not_the_router():
     async def test(prefill, decode):
         raise ZeroDivisionError
 
-    world.tester = PairTester(test, retest_s=10, limit_s=1, clock=world.clock, changed=world.changed)
+    world.tester = world.new_tester(test, 1)
     async with world.running():
         assert "unforeseen way (ZeroDivisionError)" in str(world.status.reason)
 

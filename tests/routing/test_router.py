@@ -9,6 +9,7 @@ import random
 import pytest
 
 from disagg_router.connectors.nixl import NixlConnector
+from disagg_router.cost.output import OutputHistory
 from disagg_router.errors import (
     Draining,
     NoDecodeInstance,
@@ -19,18 +20,25 @@ from disagg_router.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
+from disagg_router.interfaces import Reserved
 from disagg_router.model import HandoffResult, InstanceId, InstanceState, PairState, Path, Reason
+from disagg_router.observability.requests import RequestRecord
+from disagg_router.policies.admission import KvAdmission
 from disagg_router.policies.override import PathOverride
 from disagg_router.policies.registry import build_policy
 from disagg_router.routing.fleet import Fleet, PairStatus
-from disagg_router.routing.leases import LeaseBook
 from disagg_router.routing.legs import LegLimits, Legs
+from disagg_router.routing.loads import Loads
+from disagg_router.routing.placement import Placer
 from disagg_router.routing.prefix_index import PrefixIndex
 from disagg_router.routing.prompts import PromptReader
+from disagg_router.routing.queue import FairQueue
 from disagg_router.routing.router import Router
-from tests.builders import instance, pair, request, target
+from disagg_router.routing.views import Views
+from tests.builders import COSTS, instance, pair, request, target
 from tests.fakes.client import Connecting, FakeClient
 from tests.fakes.clock import FakeClock, settle
+from tests.fakes.costs import FixedCosts
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
 LEASE_S = 30.0
@@ -56,15 +64,16 @@ class World:
     def __init__(self, *names: str, policy="always_remote", tokens=100, waiting=64, connector=None):
         names = names or ("p0", "p1", "d0", "d1")
         pairs = {pair(p, d): PairStatus(PairState.READY) for p in names for d in names if p[0] == "p" and d[0] == "d"}
-        self.fleet = Fleet({InstanceId(name): instance(name) for name in names}, pairs)
+        self.fleet = Fleet({InstanceId(name): instance(name, kv_events="tcp://e:1") for name in names}, pairs)
         self.client, self.clock, self.seen, self.suspected = FakeClient(tokens), FakeClock(), Observer(), []
         self.connector = connector or NixlConnector(kv_load_failure_policy="recompute", lease_s=LEASE_S)
-        leases = LeaseBook()
+        self.costs = FixedCosts(COSTS)
+        self.loads = Loads(costs=self.costs, now_s=self.clock.now_s)
         legs = Legs(
             connector=self.connector,
             client=self.client,
             fleet=lambda: self.fleet,
-            leases=leases,
+            costs=self.costs,
             limits=LegLimits(prefill_s=1, first_byte_s=2, unary_s=3),
             observer=self.seen,
             clock=self.clock,
@@ -74,21 +83,29 @@ class World:
             client=self.client,
             fleet=lambda: self.fleet,
             index=self.index,
-            leases=leases,
+            requests_on=lambda target: self.loads.of(target).requests,
             failed=self.failed,
             rng=random.Random(0),
         )
-        self.router = Router(
+        placer = Placer(
             policy=PathOverride(build_policy(policy, {})),
-            legs=legs,
-            leases=leases,
-            prompts=prompts,
-            fleet=lambda: self.fleet,
-            failed=self.failed,
-            waiting_requests=waiting,
+            admission=KvAdmission(max_wait_s=30.0),
+            queue=FairQueue(bound=waiting, max_wait_s=30.0, clock=self.clock),
+            views=Views(lambda: self.fleet, self.loads, self.costs),
+            loads=self.loads,
             observer=self.seen,
+            max_gap_s=0.5,
             now_s=self.clock.now_s,
             rng=random.Random(0),
+        )
+        self.router = Router(
+            placer=placer,
+            legs=legs,
+            prompts=prompts,
+            outputs=OutputHistory(),
+            failed=self.failed,
+            waiting_requests=waiting,
+            now_s=self.clock.now_s,
         )
 
     def failed(self, target, error):
@@ -105,7 +122,7 @@ class World:
         self.fleet = dataclasses.replace(self.fleet, instances=instances)
 
     def at_rest(self):
-        return not self.router.leases.held() and not self.client.open_now
+        return not self.loads.leases.held() and not self.client.open_now
 
 
 async def test_a_split_request_prefills_once_and_decodes_with_that_handoff():
@@ -404,7 +421,7 @@ async def test_c12_leases_end_each_at_its_own_time():
     """Prefill until it answers, handoff until the decode leg's first byte, decode until the end."""
     world = World("p0", "d0")
     world.client.script["p0"], world.client.script["d0"] = [0.02], [0.02]
-    held = lambda: sorted(kind.value for kind, _ in world.router.leases.held())  # noqa: E731
+    held = lambda: sorted(kind.value for kind, _ in world.loads.leases.held())  # noqa: E731
     states = []
 
     async def watch():
@@ -461,19 +478,21 @@ async def test_c23_draining_refuses_new_requests_and_waits_for_running_ones():
 
 async def test_every_decision_is_told_also_one_that_comes_to_nothing():
     """A refusal names its targets too."""
-    world, told = World("d0", policy="always_local"), []
+    world, record = World("d0", policy="always_local"), RequestRecord("/v1/completions", "r1", 0.0)
     world.client.script["d0"] = [UpstreamRefused(400, "application/json", b"no")]
     with pytest.raises(UpstreamRefused):
-        async with world.router.route(request(), BODY, decided=told.append):
+        async with world.router.route(request(), BODY, record=record):
             pass
-    assert [decision.decode.instance for decision in told] == ["d0"]
+    assert record.decision is not None
+    assert record.decision.decode == target("d0")
 
 
 async def test_decide_sends_nothing():
     """What /debug/route shows."""
     world = World(policy="threshold", tokens=300)
-    decision = await world.router.decide(request(), BODY)
+    decision, admission = await world.router.decide(request(), BODY)
     assert (decision.path, decision.terms["uncached_tokens"]) == (Path.REMOTE_PREFILL, 300)
+    assert isinstance(admission, Reserved)
     assert world.client.asked == []
 
 

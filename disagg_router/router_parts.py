@@ -1,0 +1,342 @@
+"""The objects of one router process, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import random
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+
+from disagg_router.config import ArgValue, ClusterConfig, is_local, load_model_config
+from disagg_router.connectors.compatibility import same_arithmetic
+from disagg_router.cost.geometry import KVDtype, from_config
+from disagg_router.cost.online import OnlineCosts
+from disagg_router.cost.output import OutputHistory
+from disagg_router.cost.priors import Priors, priors
+from disagg_router.engines.client import VllmClient
+from disagg_router.engines.connection import UpstreamLimits
+from disagg_router.engines.kv_events import follow_kv_events
+from disagg_router.engines.selftest import self_test
+from disagg_router.errors import ConfigError, UpstreamError
+from disagg_router.interfaces import Clock, FleetSource, KVConnector, PairTest, PathPolicy
+from disagg_router.model import Instance, Target
+from disagg_router.observability.decisions import DecisionLog
+from disagg_router.observability.gauges import Readings
+from disagg_router.observability.metrics import Metrics
+from disagg_router.observability.requests import RequestRecorder
+from disagg_router.policies.admission import KvAdmission
+from disagg_router.policies.role_balance import LeanBalancer
+from disagg_router.proxy.admin import admin_app
+from disagg_router.proxy.app import public_app
+from disagg_router.proxy.openai import parse_call
+from disagg_router.proxy.relay import RoutedEndpoint
+from disagg_router.routing.brain import Brain
+from disagg_router.routing.chat_messages import NotUnderstood
+from disagg_router.routing.checked_tokenizer import CheckedTokenizer
+from disagg_router.routing.clock import MonotonicClock
+from disagg_router.routing.fleet import Fleet
+from disagg_router.routing.followers import Followers
+from disagg_router.routing.gauging import Gauge
+from disagg_router.routing.legs import LegLimits, Legs
+from disagg_router.routing.loads import Loads
+from disagg_router.routing.model_folder import load_tokenizer, model_folder
+from disagg_router.routing.placement import Placer
+from disagg_router.routing.prefix_index import PrefixIndex
+from disagg_router.routing.prompts import PromptReader, adapter_of
+from disagg_router.routing.queue import FairQueue
+from disagg_router.routing.routed_prefixes import RoutedPrefixes
+from disagg_router.routing.router import Router
+from disagg_router.routing.views import Views
+
+log = logging.getLogger(__name__)
+
+CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 2048, 8192  # vLLM's defaults for its API server
+
+
+@dataclass(frozen=True, slots=True)
+class RouterParts:
+    """Everything one router process runs. Build it inside a running event loop."""
+
+    router: Router
+    brain: Brain
+    gauge: Gauge
+    client: VllmClient
+    decisions: DecisionLog | None
+    public: FastAPI
+    admin: FastAPI
+
+    async def run(self) -> None:
+        """What goes on beside the requests, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.brain.run())
+            group.create_task(self.gauge.run())
+
+    async def close(self) -> None:
+        await self.client.close()
+        if self.decisions is not None:
+            await asyncio.to_thread(self.decisions.close)
+
+
+@dataclass(frozen=True, slots=True)
+class _Books:
+    """What is known of the fleet's load and caches, for one router."""
+
+    costs: OnlineCosts
+    loads: Loads
+    views: Views
+    index: PrefixIndex
+    routed: RoutedPrefixes
+    queue: FairQueue
+    metrics: Metrics
+
+
+def router_parts(
+    config: ClusterConfig, *, connector: KVConnector, policy: PathPolicy, source: FleetSource
+) -> RouterParts:
+    """Raises ConfigError."""
+    clock, limits = MonotonicClock(), config.limits
+    client = VllmClient(
+        UpstreamLimits(connect_s=limits.connect_s, first_byte_s=limits.first_byte_s, idle_s=limits.idle_s),
+        health_s=config.router.health.timeout_s,
+    )
+    books = _books(config, clock, lambda: brain.fleet)
+    tokenizer = _tokenizer(config, client, clock)
+    brain = _brain(config, connector, policy, source, books, tokenizer, client, clock)
+    prompts = _prompts(brain, books, tokenizer, client)
+    router = _router(config, connector, policy, brain, books, prompts, client, clock)
+    gauge = Gauge(
+        fleet=lambda: brain.fleet,
+        client=client,
+        loads=books.loads,
+        costs=books.costs,
+        views=books.views,
+        balancer=LeanBalancer(config.slo()),
+        queue=books.queue,
+        interval_s=config.router.health.interval_s,
+        clock=clock,
+    )
+    decisions = DecisionLog(config.router.decision_log) if config.router.decision_log else None
+    readings = Readings(
+        queue_waiting=lambda: books.queue.waiting,
+        costs=lambda: books.costs.snapshot(clock.now_s()),
+        load=books.loads.of,
+        leans=lambda: books.views.leans,
+        tokenizer=prompts.counts,
+        decision_log=decisions.counts if decisions else None,
+    )
+    books.metrics.watch(lambda: brain.fleet, books.loads.leases, books.index, readings)
+    public, admin = _apps(config, router, brain, books.metrics, decisions, readings, clock)
+    return RouterParts(router, brain, gauge, client, decisions, public, admin)
+
+
+def _books(config: ClusterConfig, clock: Clock, fleet: Callable[[], Fleet]) -> _Books:
+    costs = OnlineCosts(_priors(config), lambda target: _chunk_tokens(config, fleet().instances.get(target.instance)))
+    loads = Loads(costs=costs, now_s=clock.now_s)
+    admission = config.router.admission
+    return _Books(
+        costs=costs,
+        loads=loads,
+        views=Views(fleet, loads, costs),
+        index=PrefixIndex(config.router.index_entries),
+        routed=RoutedPrefixes(clock.now_s),
+        queue=FairQueue(bound=admission.queue, max_wait_s=admission.max_wait_s, clock=clock),
+        metrics=Metrics(),
+    )
+
+
+def _brain(
+    config: ClusterConfig,
+    connector: KVConnector,
+    policy: PathPolicy,
+    source: FleetSource,
+    books: _Books,
+    tokenizer: CheckedTokenizer | None,
+    client: VllmClient,
+    clock: Clock,
+) -> Brain:
+    def forget(target: Target) -> None:
+        books.index.forget(target)
+        books.routed.forget(target)
+
+    return Brain(
+        source,
+        client,
+        _pair_test(config, connector, client, clock),
+        Followers(functools.partial(follow_kv_events, index=books.index), forget, clock),
+        tokenizer,
+        served_name=config.model.served_name,
+        health=config.router.health,
+        soft_roles=policy.soft_roles and connector.soft_roles,
+        clock=clock,
+    )
+
+
+def _router(
+    config: ClusterConfig,
+    connector: KVConnector,
+    policy: PathPolicy,
+    brain: Brain,
+    books: _Books,
+    prompts: PromptReader,
+    client: VllmClient,
+    clock: Clock,
+) -> Router:
+    limits, admission = config.limits, config.router.admission
+    legs = Legs(
+        connector=connector,
+        client=client,
+        fleet=lambda: brain.fleet,
+        costs=books.costs,
+        limits=LegLimits(limits.prefill_s, limits.first_byte_s, limits.unary_s),
+        observer=books.metrics,
+        clock=clock,
+    )
+    placer = Placer(
+        policy=policy,
+        admission=KvAdmission(max_wait_s=admission.max_wait_s, reject_below=admission.reject_below),
+        queue=books.queue,
+        views=books.views,
+        loads=books.loads,
+        observer=books.metrics,
+        max_gap_s=config.slo().max_gap_s,
+        now_s=clock.now_s,
+        rng=random.Random(),
+    )
+    return Router(
+        placer=placer,
+        legs=legs,
+        prompts=prompts,
+        outputs=OutputHistory(),
+        failed=functools.partial(_failed, brain, books.metrics),
+        waiting_requests=admission.queue,
+        now_s=clock.now_s,
+    )
+
+
+def _tokenizer(config: ClusterConfig, client: VllmClient, clock: Clock) -> CheckedTokenizer | None:
+    """None where the model's files are not on this machine, or hold a tokenizer that only the engine understands."""
+    model = config.model
+    folder = model_folder(model.path, model.revision, os.environ) if model.path else None
+    if folder is None:
+        log.info("the model's files are not here: engines are asked for every prompt's tokens")
+        return None
+    try:
+        return CheckedTokenizer(load_tokenizer(folder), client, served_name=model.served_name, clock=clock)
+    except NotUnderstood as exc:
+        log.info("engines are asked for every prompt's tokens: %s", exc)
+        return None
+
+
+def _prompts(brain: Brain, books: _Books, tokenizer: CheckedTokenizer | None, client: VllmClient) -> PromptReader:
+    return PromptReader(
+        client=client,
+        fleet=lambda: brain.fleet,
+        index=books.index,
+        requests_on=lambda target: books.loads.of(target).requests,
+        failed=functools.partial(_failed, brain, books.metrics),
+        rng=random.Random(),
+        local=tokenizer,
+        routed=books.routed,
+        lora_of=lambda body: adapter_of(body, brain.adapters()),
+    )
+
+
+def _failed(brain: Brain, metrics: Metrics, target: Target, error: UpstreamError) -> None:
+    """Counted, and the instance is looked at."""
+    metrics.leg_failed(target, error)
+    brain.suspect(target.instance)
+
+
+def _pair_test(config: ClusterConfig, connector: KVConnector, client: VllmClient, clock: Clock) -> PairTest:
+    async def test_pair(prefill: Instance, decode: Instance) -> None:
+        await self_test(
+            client,
+            connector,
+            prefill,
+            decode,
+            served_name=config.model.served_name,
+            salt=secrets.token_hex(8),  # nothing of an earlier test may be cached on either side
+            exact=same_arithmetic(prefill.fingerprint, decode.fingerprint),
+            clock=clock,
+        )
+
+    return test_pair
+
+
+def _apps(
+    config: ClusterConfig,
+    router: Router,
+    brain: Brain,
+    metrics: Metrics,
+    decisions: DecisionLog | None,
+    readings: Readings,
+    clock: Clock,
+) -> tuple[FastAPI, FastAPI]:
+    """The public and the admin application."""
+    parse = functools.partial(
+        parse_call,
+        served_name=config.model.served_name,
+        adapters=brain.adapters,
+        slo=config.slo(),
+        allow_path_override=config.router.allow_path_override,
+    )
+    endpoint = RoutedEndpoint(
+        router,
+        parse,
+        RequestRecorder(metrics, decisions.add if decisions else None),
+        body_limit_bytes=int(config.limits.body_mb * 2**20),
+        body_idle_s=config.limits.idle_s,
+        clock=clock,
+    )
+    public = public_app(endpoint, fleet=lambda: brain.fleet, draining=lambda: router.draining, models=brain.model_cards)
+    token = config.router.admin_token
+    return public, admin_app(router, parse, metrics, fleet=lambda: brain.fleet, token=token, readings=readings)
+
+
+# --- what the file says of the engines ------------------------------------------------------------------------------
+
+
+def _priors(config: ClusterConfig) -> Priors:
+    """A model whose files are not here is taken for an 8B until its requests have shown what it is."""
+    path, device = config.model.path, config.engine.device
+    model = None
+    if path and is_local(path) and os.path.isfile(os.path.join(path, "config.json")):
+        model = load_model_config(os.path.join(path, "config.json"))
+    try:
+        dtype = KVDtype.FP8 if "fp8" in str(_argument(config.engine.args, "kv-cache-dtype")) else KVDtype.BF16
+        geometry = from_config(model, dtype=dtype) if model is not None else None
+    except ConfigError:
+        geometry = None
+    tp = _argument(config.engine.args, "tensor-parallel-size")
+    return priors(
+        model,
+        geometry,
+        device=device,
+        tp=tp if isinstance(tp, int) else 1,
+        chunk_tokens=CPU_CHUNK_TOKENS if device == "cpu" else GPU_CHUNK_TOKENS,
+    )
+
+
+def _chunk_tokens(config: ClusterConfig, instance: Instance | None) -> int | None:
+    """--max-num-batched-tokens as the file gives it for this instance; None where it does not."""
+    if instance is None:
+        return None
+    own: Mapping[str, ArgValue] = {}
+    if pool := config.pools.get(instance.role):
+        own = pool.args
+    for entry in (config.fleet.static or []) if config.fleet else []:
+        if entry.url == instance.url:
+            own = entry.args or {}
+    tokens = _argument({**config.engine.args, **own}, "max-num-batched-tokens")
+    return tokens if isinstance(tokens, int) else None
+
+
+def _argument(args: Mapping[str, ArgValue], name: str) -> ArgValue:
+    """However it is spelt."""
+    return next((value for key, value in args.items() if key.lstrip("-").replace("_", "-") == name), None)

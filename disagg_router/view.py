@@ -1,0 +1,101 @@
+"""What a policy may look at: an immutable picture of the fleet, its loads, its costs and its leans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from disagg_router.model import InferenceRequest, InstanceId, Role, Target
+from disagg_router.timing import CostSnapshot
+
+# Upper edges of the slack histogram, in seconds; the eighth bin is open. Slack: how much later than predicted a stream
+# may end and still meet its TPOT objective.
+SLACK_EDGES_S = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+NO_SLACK: tuple[int, ...] = (0,) * (len(SLACK_EDGES_S) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLoad:
+    """The streams that run on a target now, those of this router. A stream counts from its first byte on.
+
+    `slack`: how many of them are in each bin of SLACK_EDGES_S; those that have lost their objective for good are in
+    none. `unbroken`: those that have not yet had a pause longer than their max-gap objective; `gap_s` is the tightest
+    such objective among them.
+    """
+
+    running: int = 0
+    context_tokens: float = 0.0  # prompt and answer so far, of all of them
+    to_come_tokens: float = 0.0  # mean per stream
+    slack: tuple[int, ...] = NO_SLACK
+    unbroken: int = 0
+    gap_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLoad:
+    """What is going on at a target: this router's leases, and of others what its metrics show.
+
+    `prefills_end_s` is on the view's clock: when the prefills placed there will be done; in the past when there are
+    none. `prefill_share` is the part of its time that went into prefills lately, `stalls_per_s` how many
+    prefills lately were predicted to have a step longer than the configured max-gap objective; both decayed averages.
+    """
+
+    prefills: int = 0
+    handoffs: int = 0  # prefilled here, not yet pulled
+    decodes: int = 0
+    foreign: int = 0  # requests that others have running or waiting there
+    prefill_tokens: int = 0  # uncached tokens of the prefills placed there
+    prefills_end_s: float = -math.inf
+    streams: StreamLoad = StreamLoad()
+    kv_capacity_bytes: float = math.inf
+    kv_free_bytes: float = math.inf  # what neither a lease nor anybody else's request takes
+    out_bytes: float = 0.0  # KV on its way out of this instance and
+    in_bytes: float = 0.0  # into it: handoffs between their prefill's answer and their decode leg's first byte
+    prefill_share: float = 0.0
+    stalls_per_s: float = 0.0
+
+    @property
+    def requests(self) -> int:
+        """Those that the target works on now; a handoff only waits to be pulled."""
+        return self.prefills + self.decodes + self.foreign
+
+    def backlog_s(self, now_s: float) -> float:
+        return max(0.0, self.prefills_end_s - now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetView:
+    """A target that may be used now."""
+
+    target: Target
+    role: Role
+    load: TargetLoad = TargetLoad()
+
+
+@dataclass(frozen=True, slots=True)
+class Leans:
+    """What the role balancer has settled: which targets lean to decoding (+1) or to prefilling (-1), and the price, in
+    expected good requests, of opening a further target for decoding (the policy study's packing)."""
+
+    lean: Mapping[Target, float] = field(default_factory=dict)
+    pack: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """The immutable picture of the fleet a policy may look at: usable targets and tested pairs only."""
+
+    now_s: float
+    targets: tuple[TargetView, ...]
+    partners: Mapping[InstanceId, frozenset[InstanceId]]  # decode instance -> the prefills of its tested pairs
+    costs: CostSnapshot
+    soft_roles: bool = False  # the connector lets any engine prefill for any other
+    leans: Leans = Leans()
+    kv_bytes_per_s: float = 0.0  # what the links would carry lately had every prompt been handed off; a decayed average
+
+
+def cached_elsewhere_tokens(request: InferenceRequest, target: Target) -> int:
+    """How many more tokens of the prompt some other target holds."""
+    most = max(request.cached_tokens.values(), default=0)
+    return max(0, most - request.cached_tokens.get(target, 0))

@@ -1,0 +1,246 @@
+"""The default: of all ways to serve a request the one with the most expected requests that meet their objectives, this
+one's and those of the streams that it would disturb."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from disagg_router.errors import NoDecodeInstance
+from disagg_router.model import Decision, Estimate, InferenceRequest, InstanceId, Path, Reason, Role, Target
+from disagg_router.policies.candidates import least_loaded
+from disagg_router.policies.forecast import (
+    PrefillTerms,
+    Way,
+    decode_terms,
+    local_way,
+    prefill_terms,
+    remote_way,
+)
+from disagg_router.policies.harm import (
+    first_token_chance,
+    later_tokens_chance,
+    lost_to_decode,
+    lost_to_prefill,
+    pause_price,
+    start_chance,
+)
+from disagg_router.view import ClusterView, TargetView, cached_elsewhere_tokens
+
+DECODES = 8  # candidates are pruned to so many before they are costed,
+PREFILLS_EACH = 3  # and to so many prefills for each of them
+TTFT_PRICE = 0.05  # per TTFT objective used up: between ways that all meet it the earlier first token wins
+HANDOFF_PRICE = 0.02  # what a handoff costs besides time: KV pinned on two sides, and more that can fail
+ROLE_PRICE = 0.05  # for using an instance against its configured role
+SAMPLED = 0.01  # at most this share of requests tries the other path when nothing is known of it
+SAMPLE_LOSS = 0.1  # and only where it is predicted to cost less than this part of the TTFT objective
+UNKNOWN_SD = 0.5  # relative deviation of a prediction from which on it counts as not known
+COMPUTE_BLOCK_TOKENS = 16  # the smallest piece of a prompt that another target can be said to hold
+
+
+class _Scored(NamedTuple):
+    score: float
+    chance: float
+    lost: float
+    ttft: Estimate
+    way: Way
+
+
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """The best way of each path; `here` is local."""
+
+    here: _Scored
+    there: _Scored | None
+
+
+class BreakEven:
+    """Score of a way: chance(TTFT, TPOT and gap ok) - streams expected to lose theirs - small prices.
+
+    With soft roles every target may do either part and a configured role is a preference; otherwise it is binding.
+    """
+
+    needs_token_count = True
+    soft_roles = True
+
+    def decide(self, request: InferenceRequest, view: ClusterView) -> Decision:
+        usable = [t for t in view.targets if t.target not in request.excluded] if request.excluded else [*view.targets]
+        decodes = usable if view.soft_roles else [t for t in usable if t.role.decodes]
+        if not decodes:
+            raise NoDecodeInstance("no instance that may decode is ready", retry_after_s=1)
+        if request.prompt_tokens is None:
+            return _uncounted(request, decodes)
+        found = _search(request, view, usable, decodes)
+        here, there = found.here, found.there
+        if there is None:
+            return _decision(request, found, here, _why_alone(request))
+        if there.score > here.score:
+            if _is_sampled(request, there, here):
+                return _decision(request, found, here, Reason.SAMPLED)
+            return _decision(request, found, there, _why_there(here, there))
+        if _is_sampled(request, here, there):
+            return _decision(request, found, there, Reason.SAMPLED)
+        return _decision(request, found, here, _why_here(request, here, there))
+
+
+# --- the search ---------------------------------------------------------------------------------------------------
+
+
+def _search(request: InferenceRequest, view: ClusterView, usable: list[TargetView], decodes: list[TargetView]) -> _Best:
+    waits_s = _quick_waits(request, view, usable)
+    places: dict[InstanceId, list[int]] = defaultdict(list)
+    for place, target in enumerate(usable):
+        if view.soft_roles or target.role.prefills:
+            places[target.target.instance].append(place)
+    costed: dict[Target, tuple[PrefillTerms, float, float]] = {}
+
+    def prefill_of(target: TargetView) -> tuple[PrefillTerms, float, float]:
+        if target.target not in costed:
+            terms = prefill_terms(request, view, target)
+            costed[target.target] = terms, lost_to_prefill(request, terms), pause_price(terms)
+        return costed[target.target]
+
+    here: list[_Scored] = []
+    there: list[_Scored] = []
+    for target in _pruned_decodes(request, view, decodes):
+        decode = decode_terms(request, view, target)
+        lost = lost_to_decode(request, decode)
+        # What the decode side gives to every way through it: its later tokens' chance, and the prices.
+        later = later_tokens_chance(request, decode)
+        price = _opening_price(view, target) + (ROLE_PRICE if target.role is Role.PREFILL else 0.0)
+        prefill, lost_here, more = prefill_of(target)
+        here.append(_score(request, local_way(request, prefill, decode), later, lost + lost_here, price + more))
+        if request.splittable:
+            later *= start_chance(request, decode)
+            for place in _partners(view, target, places, waits_s):
+                source = usable[place]
+                prefill, lost_there, more = prefill_of(source)
+                more += HANDOFF_PRICE + (ROLE_PRICE if source.role is Role.DECODE else 0.0)
+                way = remote_way(request, view, prefill, decode)
+                there.append(_score(request, way, later, lost + lost_there, price + more))
+    return _Best(_first(here, request), _first(there, request) if there else None)
+
+
+def _score(request: InferenceRequest, way: Way, later: float, lost: float, price: float) -> _Scored:
+    ttft = way.ttft
+    chance = later * first_token_chance(request, ttft)
+    used = min(2.0, ttft.mean_s / request.slo.ttft_s)
+    return _Scored(chance - lost - price - TTFT_PRICE * used, chance, lost, ttft, way)
+
+
+def _opening_price(view: ClusterView, target: TargetView) -> float:
+    """Decode is packed when spreading it over more targets would put every stream in some prefill's way."""
+    load = target.load
+    if not view.leans.pack or load.streams.running or load.decodes or view.leans.lean.get(target.target, 0.0) > 0:
+        return 0.0
+    return view.leans.pack
+
+
+def _quick_waits(request: InferenceRequest, view: ClusterView, targets: list[TargetView]) -> list[float]:
+    """How soon each would be done with this prompt, roughly: which of the many are worth a closer look."""
+    cached, costs, now_s = request.cached_tokens, view.costs, view.now_s
+    each, default, prompt_tokens = costs.targets, costs.target, request.prompt_tokens or 0
+    waits_s = []
+    for t in targets:
+        load, timing = t.load, each.get(t.target, default)
+        queue_s = load.prefills_end_s - now_s
+        own_s = timing.prefill_b_s * (prompt_tokens - cached.get(t.target, 0))
+        waits_s.append((queue_s if queue_s > 0 else 0.0) + own_s + timing.step_e_s * load.streams.running)
+    return waits_s
+
+
+def _pruned_decodes(request: InferenceRequest, view: ClusterView, decodes: list[TargetView]) -> list[TargetView]:
+    """Those that hold most of the prompt, those in use that still have room (packing), and those with least to do."""
+    if len(decodes) <= DECODES:
+        return decodes
+    need_bytes = (request.prompt_tokens or 0) * view.costs.kv_bytes_per_token
+    able = [t for t in decodes if t.load.kv_free_bytes > need_bytes] or decodes
+    holding = [t for t in able if t.target in request.cached_tokens] if request.cached_tokens else []
+    holding.sort(key=lambda t: -request.cached_tokens[t.target])
+    free = sorted(able, key=lambda t: t.load.prefills + t.load.decodes)
+    in_use = [t for t in free if t.load.streams.running]
+    kept = {t.target: t for t in [*holding[:2], *in_use[: DECODES // 2], *free[:DECODES]]}
+    return list(kept.values())[:DECODES]
+
+
+def _partners(
+    view: ClusterView, decode: TargetView, places: Mapping[InstanceId, list[int]], waits_s: list[float]
+) -> list[int]:
+    """The places of the prefills that would be done soonest."""
+    tested = view.partners.get(decode.target.instance, ())
+    able = [place for instance in tested for place in places.get(instance, ())]
+    return sorted(able, key=waits_s.__getitem__)[:PREFILLS_EACH]
+
+
+def _first(scored: list[_Scored], request: InferenceRequest) -> _Scored:
+    """The best; equals are shared out by the request's tiebreak."""
+    most = max(s.score for s in scored)
+    equals = [s for s in scored if s.score > most - 1e-9]
+    return equals[int(request.tiebreak * len(equals))]
+
+
+def _uncounted(request: InferenceRequest, decodes: list[TargetView]) -> Decision:
+    """Nothing can be predicted of a prompt that nobody counted: the role that fits, then the least loaded."""
+    fitting = [t for t in decodes if t.role.decodes] or decodes
+    reason = Reason.NOT_COUNTED if request.splittable else Reason.NOT_SPLITTABLE
+    return Decision(Path.LOCAL, least_loaded(fitting, request).target, reason)
+
+
+# --- why ----------------------------------------------------------------------------------------------------------
+
+
+def _is_sampled(request: InferenceRequest, chosen: _Scored, other: _Scored) -> bool:
+    """Whether the path that was not chosen is tried, since nothing is known of it and little is lost by it."""
+    if request.tiebreak >= SAMPLED or other.ttft.sd_s < UNKNOWN_SD * (other.ttft.mean_s - request.waited_s):
+        return False
+    later_s = other.ttft.mean_s - chosen.ttft.mean_s
+    return later_s < SAMPLE_LOSS * request.slo.ttft_s and other.lost - chosen.lost < SAMPLE_LOSS
+
+
+def _why_alone(request: InferenceRequest) -> Reason:
+    return Reason.NO_PREFILL if request.splittable else Reason.NOT_SPLITTABLE
+
+
+def _why_there(here: _Scored, there: _Scored) -> Reason:
+    if here.lost - there.lost > max(0.0, there.chance - here.chance):
+        return Reason.PROTECTS_STREAMS
+    if here.way.prefill.queue_s > here.way.prefill.prefill_s:
+        return Reason.DECODE_BUSY
+    if there.ttft.mean_s < here.ttft.mean_s:
+        return Reason.PREFILL_FASTER
+    return Reason.PROTECTS_STREAMS  # this one's own later steps, from the prefills that land where it would decode
+
+
+def _why_here(request: InferenceRequest, here: _Scored, there: _Scored) -> Reason:
+    """What makes the way through another prefill slower is named by its largest part."""
+    way = there.way
+    if 2 * here.way.prefill.uncached_tokens <= (request.prompt_tokens or 0):
+        return Reason.CACHE_HOT
+    if there.lost > here.lost + 0.01 and there.ttft.mean_s < here.ttft.mean_s:
+        return Reason.PROTECTS_STREAMS
+    queue_s = way.prefill.queue_s - here.way.prefill.queue_s
+    moving_s = way.transfer_s + way.handoff_s
+    if way.link_wait_s > max(queue_s, moving_s):
+        return Reason.LINK_BUSY
+    if queue_s > moving_s:
+        return Reason.PREFILL_BUSY
+    return Reason.TRANSFER_SLOWER if way.transfer_s > way.handoff_s else Reason.SHORT_PROMPT
+
+
+def _decision(request: InferenceRequest, found: _Best, chosen: _Scored, reason: Reason) -> Decision:
+    way, here, there = chosen.way, found.here, found.there
+    decode = way.decode.target.target
+    path = Path.REMOTE_PREFILL if way.remote else Path.LOCAL
+    if not way.remote and cached_elsewhere_tokens(request, decode) >= COMPUTE_BLOCK_TOKENS:
+        path = Path.RECOMPUTE
+    local_path = path if not way.remote else Path.LOCAL
+    terms = {**here.way.terms("local"), "local_chance": here.chance, "local_lost": here.lost, "local_score": here.score}
+    ttft = {local_path: here.ttft}
+    if there is not None:
+        terms |= {**there.way.terms("remote"), "remote_chance": there.chance}
+        terms |= {"remote_lost": there.lost, "remote_score": there.score}
+        ttft[Path.REMOTE_PREFILL] = there.ttft
+    prefill = way.prefill.target.target if way.remote else None
+    return Decision(path, decode, reason, prefill, terms, ttft, chosen.chance, chosen.chance - chosen.lost)

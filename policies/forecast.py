@@ -1,0 +1,160 @@
+"""What serving a request would take: the terms of one target as the one that prefills, as the one that decodes, and of
+a way through both (design: queue + prefill + transfer + handoff + step)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from disagg_router.model import Decision, Estimate, InferenceRequest
+from disagg_router.view import ClusterView, TargetView
+
+
+class PrefillTerms(NamedTuple):
+    """Of the target that would compute the prompt. `stall_s`: by how much all its steps together would delay each
+    stream that runs there; `pause_s`: the longest of them."""
+
+    target: TargetView
+    uncached_tokens: int
+    queue_s: float
+    prefill_s: float
+    sd_s: float
+    stall_s: float
+    pause_s: float
+    pause_sd_s: float
+
+
+class DecodeTerms(NamedTuple):
+    """Of the target that would decode. `step_s` with this request in the batch, `more_s` by how much that is longer
+    than without. `first_step_s` is the step that a handoff's first token waits for: a prefill may be part of it."""
+
+    target: TargetView
+    missing_tokens: int  # of the prompt, not held there: what a handoff has to move
+    step_s: float
+    sd_s: float
+    more_s: float
+    first_step_s: float
+
+
+class Way(NamedTuple):
+    """How one request could be served. `prefill` is None when the decode target does all of it."""
+
+    prefill: PrefillTerms
+    decode: DecodeTerms
+    remote: bool
+    waited_s: float
+    link_wait_s: float = 0.0
+    transfer_s: float = 0.0
+    handoff_s: float = 0.0
+    link_sd_s: float = 0.0
+
+    @property
+    def ttft(self) -> Estimate:
+        """From the request's arrival on. The parts are taken for independent."""
+        mean_s = self.waited_s + self.prefill.queue_s + self.prefill.prefill_s
+        if not self.remote:
+            return Estimate(mean_s, self.prefill.sd_s)
+        mean_s += self.link_wait_s + self.transfer_s + self.handoff_s + self.decode.first_step_s
+        return Estimate(mean_s, math.hypot(self.prefill.sd_s, self.link_sd_s))
+
+    def terms(self, prefix: str) -> Mapping[str, float]:
+        """Every number of it, for the decision's record."""
+        prefill, decode = self.prefill, self.decode
+        ttft = self.ttft
+        found = {
+            "ttft_s": ttft.mean_s,
+            "ttft_sd_s": ttft.sd_s,
+            "uncached_tokens": float(prefill.uncached_tokens),
+            "queue_s": prefill.queue_s,
+            "prefill_s": prefill.prefill_s,
+            "stall_s": prefill.stall_s,
+            "pause_s": prefill.pause_s,
+            "step_s": decode.step_s,
+        }
+        if self.remote:
+            found |= {
+                "moved_tokens": float(decode.missing_tokens),
+                "link_wait_s": self.link_wait_s,
+                "transfer_s": self.transfer_s,
+                "handoff_s": self.handoff_s,
+            }
+        return {f"{prefix}_{name}": value for name, value in found.items()}
+
+
+def prefill_terms(request: InferenceRequest, view: ClusterView, target: TargetView) -> PrefillTerms:
+    load, timing = target.load, view.costs.of(target.target)
+    streams = load.streams
+    running, context_tokens = streams.running, streams.context_tokens
+    cached_tokens = request.cached_tokens.get(target.target, 0)
+    uncached_tokens = request.uncached_tokens(target.target)
+    queue_s = load.backlog_s(view.now_s)
+    prefill_s = timing.prefill_mean_s(uncached_tokens, cached_tokens, running, context_tokens)
+    own_sd_s = timing.prefill_sd_s(uncached_tokens, cached_tokens, prefill_s)
+    stall_s = pause_s = 0.0
+    if running:
+        step_s = timing.step_mean_s(running, context_tokens)
+        stall_s = max(0.0, prefill_s - timing.steps(uncached_tokens, running) * step_s)
+        pause_s = timing.longest_step_s(uncached_tokens, cached_tokens, running, context_tokens)
+    return PrefillTerms(
+        target=target,
+        uncached_tokens=uncached_tokens,
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        sd_s=queue_s * timing.prefill_sd + own_sd_s,
+        stall_s=stall_s,
+        pause_s=pause_s,
+        pause_sd_s=pause_s * own_sd_s / prefill_s,
+    )
+
+
+def decode_terms(request: InferenceRequest, view: ClusterView, target: TargetView) -> DecodeTerms:
+    load, timing = target.load, view.costs.of(target.target)
+    # Streams that were promised and have not started yet will be there when this one is.
+    running = max(load.streams.running, load.decodes) + load.foreign
+    prompt_tokens = request.prompt_tokens or 0
+    each_tokens = load.streams.context_tokens / load.streams.running if load.streams.running else prompt_tokens
+    context_tokens = each_tokens * running
+    now_s = timing.step_mean_s(running, context_tokens) if running else timing.step_d_s
+    step_s = timing.step_mean_s(running + 1, context_tokens + prompt_tokens)
+    first_step_s = step_s
+    if load.prefill_tokens and load.backlog_s(view.now_s) > 0:
+        chunk_tokens = min(float(load.prefill_tokens), max(1.0, timing.chunk_tokens - running))
+        first_step_s = timing.mixed_step_mean_s(chunk_tokens, running, context_tokens)
+    missing_tokens = max(0, prompt_tokens - request.cached_tokens.get(target.target, 0))
+    return DecodeTerms(target, missing_tokens, step_s, step_s * timing.step_sd, max(0.0, step_s - now_s), first_step_s)
+
+
+def local_way(request: InferenceRequest, prefill: PrefillTerms, decode: DecodeTerms) -> Way:
+    return Way(prefill, decode, False, request.waited_s)
+
+
+def remote_way(request: InferenceRequest, view: ClusterView, prefill: PrefillTerms, decode: DecodeTerms) -> Way:
+    source, sink = prefill.target, decode.target
+    link = view.costs.between(source.target, sink.target)
+    in_flight_bytes = max(source.load.out_bytes, sink.load.in_bytes)
+    transfer_s = decode.missing_tokens * view.costs.kv_bytes_per_token / link.bytes_per_s
+    # What is in flight now has until this prefill is done to get out of the way.
+    link_wait_s = max(0.0, in_flight_bytes / link.bytes_per_s - prefill.queue_s - prefill.prefill_s)
+    return Way(
+        prefill=prefill,
+        decode=decode,
+        remote=True,
+        waited_s=request.waited_s,
+        link_wait_s=link_wait_s,
+        transfer_s=transfer_s,
+        handoff_s=link.handoff_s,
+        link_sd_s=(transfer_s + link.handoff_s) * link.sd,
+    )
+
+
+def predicted(request: InferenceRequest, view: ClusterView, decision: Decision) -> Estimate | None:
+    """The TTFT of a decision whose policy predicts nothing. None when nobody counted the prompt."""
+    if request.prompt_tokens is None:
+        return None
+    targets = {t.target: t for t in view.targets}
+    decode = decode_terms(request, view, targets[decision.decode])
+    prefill = prefill_terms(request, view, targets[decision.prefiller])
+    if decision.prefill is None:
+        return local_way(request, prefill, decode).ttft
+    return remote_way(request, view, prefill, decode).ttft
