@@ -8,22 +8,21 @@ import logging
 import os
 import random
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import FastAPI
 
-from disagg_router.config import ArgValue, ClusterConfig, is_local, load_model_config
+from disagg_router.config import ClusterConfig
 from disagg_router.connectors.compatibility import same_arithmetic
-from disagg_router.cost.geometry import KVDtype, from_config
 from disagg_router.cost.online import OnlineCosts
 from disagg_router.cost.output import OutputHistory
-from disagg_router.cost.priors import Priors, priors
+from disagg_router.engine_facts import chunk_tokens_of, priors_of
 from disagg_router.engines.client import VllmClient
 from disagg_router.engines.connection import UpstreamLimits
 from disagg_router.engines.kv_events import follow_kv_events
 from disagg_router.engines.selftest import self_test
-from disagg_router.errors import ConfigError, UpstreamError
+from disagg_router.errors import UpstreamError
 from disagg_router.interfaces import Clock, FleetSource, KVConnector, PairTest, PathPolicy
 from disagg_router.model import Instance, Target
 from disagg_router.observability.decisions import DecisionLog
@@ -55,8 +54,6 @@ from disagg_router.routing.router import Router
 from disagg_router.routing.views import Views
 
 log = logging.getLogger(__name__)
-
-CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 2048, 8192  # vLLM's defaults for its API server
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +133,9 @@ def router_parts(
 
 
 def _books(config: ClusterConfig, clock: Clock, fleet: Callable[[], Fleet]) -> _Books:
-    costs = OnlineCosts(_priors(config), lambda target: _chunk_tokens(config, fleet().instances.get(target.instance)))
+    costs = OnlineCosts(
+        priors_of(config), lambda target: chunk_tokens_of(config, fleet().instances.get(target.instance))
+    )
     loads = Loads(costs=costs, now_s=clock.now_s)
     admission = config.router.admission
     return _Books(
@@ -297,46 +296,3 @@ def _apps(
     public = public_app(endpoint, fleet=lambda: brain.fleet, draining=lambda: router.draining, models=brain.model_cards)
     token = config.router.admin_token
     return public, admin_app(router, parse, metrics, fleet=lambda: brain.fleet, token=token, readings=readings)
-
-
-# --- what the file says of the engines ------------------------------------------------------------------------------
-
-
-def _priors(config: ClusterConfig) -> Priors:
-    """A model whose files are not here is taken for an 8B until its requests have shown what it is."""
-    path, device = config.model.path, config.engine.device
-    model = None
-    if path and is_local(path) and os.path.isfile(os.path.join(path, "config.json")):
-        model = load_model_config(os.path.join(path, "config.json"))
-    try:
-        dtype = KVDtype.FP8 if "fp8" in str(_argument(config.engine.args, "kv-cache-dtype")) else KVDtype.BF16
-        geometry = from_config(model, dtype=dtype) if model is not None else None
-    except ConfigError:
-        geometry = None
-    tp = _argument(config.engine.args, "tensor-parallel-size")
-    return priors(
-        model,
-        geometry,
-        device=device,
-        tp=tp if isinstance(tp, int) else 1,
-        chunk_tokens=CPU_CHUNK_TOKENS if device == "cpu" else GPU_CHUNK_TOKENS,
-    )
-
-
-def _chunk_tokens(config: ClusterConfig, instance: Instance | None) -> int | None:
-    """--max-num-batched-tokens as the file gives it for this instance; None where it does not."""
-    if instance is None:
-        return None
-    own: Mapping[str, ArgValue] = {}
-    if pool := config.pools.get(instance.role):
-        own = pool.args
-    for entry in (config.fleet.static or []) if config.fleet else []:
-        if entry.url == instance.url:
-            own = entry.args or {}
-    tokens = _argument({**config.engine.args, **own}, "max-num-batched-tokens")
-    return tokens if isinstance(tokens, int) else None
-
-
-def _argument(args: Mapping[str, ArgValue], name: str) -> ArgValue:
-    """However it is spelt."""
-    return next((value for key, value in args.items() if key.lstrip("-").replace("_", "-") == name), None)

@@ -5,11 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from disagg_router.model import Estimate, Pair, Target
 
 Three = tuple[float, float, float]
 MOST_SD = 1.0  # relative; stands for not knowing
+
+
+class PrefillTimes(NamedTuple):
+    """Of one prompt on one target. `stall_s`: by how much all its steps together delay each stream that runs there;
+    `pause_s`: the longest of them; `sd_s` is the standard deviation of `whole_s`."""
+
+    whole_s: float
+    sd_s: float
+    stall_s: float
+    pause_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +51,47 @@ class TargetTiming:
     def steps(self, uncached_tokens: float, running: float) -> int:
         return max(1, math.ceil(uncached_tokens / max(1.0, self.chunk_tokens - running)))
 
+    def prefill(
+        self, uncached_tokens: float, cached_tokens: float, running: float = 0, context_tokens: float = 0
+    ) -> PrefillTimes:
+        """The whole prefill, over as many steps as its chunks need, each shared with the running streams.
+
+        All of it in one go, for it is asked some twenty times for every decision.
+        """
+        room = self.chunk_tokens - running
+        chunk = uncached_tokens if uncached_tokens < room else (room if room > 1.0 else 1.0)
+        steps = math.ceil(uncached_tokens / chunk) if chunk > 0 else 1
+        a_s, b_s, c_s = self.prefill_a_s, self.prefill_b_s, self.prefill_c_s
+        linear_s = b_s * uncached_tokens
+        squared_s = c_s * uncached_tokens * (uncached_tokens / 2 + cached_tokens)
+        base_s = a_s
+        stall_s = pause_s = 0.0
+        # A full chunk at the prompt's end is the longest step, since it attends to all that comes before it.
+        last_s = b_s * chunk + c_s * chunk * (uncached_tokens + cached_tokens - chunk / 2)
+        if running:
+            beside_s = self.step_e_s * running + self.step_f_s * context_tokens
+            longer_s = a_s - self.step_d_s if a_s > self.step_d_s else 0.0
+            base_s = self.step_d_s + longer_s + beside_s
+            stall_s = steps * longer_s + linear_s + squared_s
+        pause_s = base_s + last_s
+        whole_s = steps * base_s + linear_s + squared_s
+        return PrefillTimes(whole_s, self._sd_s(whole_s, steps * a_s, linear_s, squared_s), stall_s, pause_s)
+
+    def _sd_s(self, whole_s: float, steps_s: float, linear_s: float, squared_s: float) -> float:
+        """By the share of each term in the whole."""
+        if self.prefill_covariance is None or whole_s <= 0:
+            return whole_s * self.prefill_sd
+        (aa, ab, ac), (_, bb, bc), (_, _, cc) = self.prefill_covariance
+        squares = aa * steps_s * steps_s + bb * linear_s * linear_s + cc * squared_s * squared_s
+        products = ab * steps_s * linear_s + ac * steps_s * squared_s + bc * linear_s * squared_s
+        var_s2 = self.prefill_noise_var * whole_s * whole_s + squares + 2.0 * products
+        sd_s = math.sqrt(var_s2) if var_s2 > 0 else 0.0
+        return sd_s if sd_s < MOST_SD * whole_s else MOST_SD * whole_s
+
     def prefill_mean_s(
         self, uncached_tokens: float, cached_tokens: float, running: float = 0, context_tokens: float = 0
     ) -> float:
-        """The whole prefill, over as many steps as its chunks need, each shared with the running streams."""
-        step_s = self.prefill_a_s
-        if running:
-            step_s = max(step_s, self.step_d_s) + self.step_e_s * running + self.step_f_s * context_tokens
-        return (
-            self.steps(uncached_tokens, running) * step_s
-            + self.prefill_b_s * uncached_tokens
-            + self.prefill_c_s * attention(uncached_tokens, cached_tokens)
-        )
-
-    def prefill_sd_s(self, uncached_tokens: float, cached_tokens: float, mean_s: float) -> float:
-        """Of `prefill_mean_s`, which is given as `mean_s`; by the share of each term in it."""
-        if self.prefill_covariance is None or mean_s <= 0:
-            return mean_s * self.prefill_sd
-        a = self.prefill_a_s * self.steps(uncached_tokens, 0) / mean_s
-        b = self.prefill_b_s * uncached_tokens / mean_s
-        c = self.prefill_c_s * attention(uncached_tokens, cached_tokens) / mean_s
-        (aa, ab, ac), (_, bb, bc), (_, _, cc) = self.prefill_covariance
-        var = self.prefill_noise_var + aa * a * a + bb * b * b + cc * c * c + 2 * (ab * a * b + ac * a * c + bc * b * c)
-        return mean_s * min(MOST_SD, math.sqrt(max(0.0, var)))
+        return self.prefill(uncached_tokens, cached_tokens, running, context_tokens).whole_s
 
     def step_mean_s(self, running: float, context_tokens: float) -> float:
         return self.step_d_s + self.step_e_s * running + self.step_f_s * context_tokens
@@ -79,14 +108,6 @@ class TargetTiming:
             + self.step_e_s * running
             + self.step_f_s * context_tokens
         )
-
-    def longest_step_s(
-        self, uncached_tokens: float, cached_tokens: float, running: float, context_tokens: float
-    ) -> float:
-        """Of the prefill's steps: a full chunk at the prompt's end, since that attends to all that comes before."""
-        chunk_tokens = min(uncached_tokens, max(1.0, self.chunk_tokens - running))
-        before_tokens = uncached_tokens + cached_tokens - chunk_tokens
-        return self.mixed_step_mean_s(chunk_tokens, running, context_tokens, before_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +142,8 @@ class CostSnapshot:
     def prefill_s(
         self, target: Target, uncached_tokens: float, cached_tokens: float, running: float, context_tokens: float
     ) -> Estimate:
-        timing = self.of(target)
-        mean_s = timing.prefill_mean_s(uncached_tokens, cached_tokens, running, context_tokens)
-        return Estimate(mean_s, timing.prefill_sd_s(uncached_tokens, cached_tokens, mean_s))
+        times = self.of(target).prefill(uncached_tokens, cached_tokens, running, context_tokens)
+        return Estimate(times.whole_s, times.sd_s)
 
     def mixed_step_s(self, target: Target, chunk_tokens: float, running: float, context_tokens: float) -> Estimate:
         timing = self.of(target)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from disagg_router.errors import NoDecodeInstance
-from disagg_router.model import Decision, Estimate, InferenceRequest, InstanceId, Path, Reason, Role, Target
+from disagg_router.model import Decision, InferenceRequest, InstanceId, Path, Reason, Role, Target
 from disagg_router.policies.candidates import least_loaded
 from disagg_router.policies.forecast import (
     PrefillTerms,
@@ -20,7 +20,7 @@ from disagg_router.policies.forecast import (
     remote_way,
 )
 from disagg_router.policies.harm import (
-    first_token_chance,
+    chance_below,
     later_tokens_chance,
     lost_to_decode,
     lost_to_prefill,
@@ -29,8 +29,9 @@ from disagg_router.policies.harm import (
 )
 from disagg_router.view import ClusterView, TargetView, cached_elsewhere_tokens
 
-DECODES = 8  # candidates are pruned to so many before they are costed,
-PREFILLS_EACH = 3  # and to so many prefills for each of them
+FEW = 8  # so many decode targets are all costed, with so many prefills for each; of more than these
+DECODES = 6  # the candidates are pruned to so many before they are costed,
+PREFILLS_EACH = 2  # and to so many prefills for each of them
 TTFT_PRICE = 0.05  # per TTFT objective used up: between ways that all meet it the earlier first token wins
 HANDOFF_PRICE = 0.02  # what a handoff costs besides time: KV pinned on two sides, and more that can fail
 ROLE_PRICE = 0.05  # for using an instance against its configured role
@@ -44,7 +45,6 @@ class _Scored(NamedTuple):
     score: float
     chance: float
     lost: float
-    ttft: Estimate
     way: Way
 
 
@@ -89,7 +89,7 @@ class BreakEven:
 
 
 def _search(request: InferenceRequest, view: ClusterView, usable: list[TargetView], decodes: list[TargetView]) -> _Best:
-    waits_s = _quick_waits(request, view, usable)
+    waits_s, each = _quick_waits(request, view, usable), FEW if len(decodes) <= FEW else PREFILLS_EACH
     places: dict[InstanceId, list[int]] = defaultdict(list)
     for place, target in enumerate(usable):
         if view.soft_roles or target.role.prefills:
@@ -114,7 +114,7 @@ def _search(request: InferenceRequest, view: ClusterView, usable: list[TargetVie
         here.append(_score(request, local_way(request, prefill, decode), later, lost + lost_here, price + more))
         if request.splittable:
             later *= start_chance(request, decode)
-            for place in _partners(view, target, places, waits_s):
+            for place in _partners(view, target, places, waits_s, each):
                 source = usable[place]
                 prefill, lost_there, more = prefill_of(source)
                 more += HANDOFF_PRICE + (ROLE_PRICE if source.role is Role.DECODE else 0.0)
@@ -124,10 +124,10 @@ def _search(request: InferenceRequest, view: ClusterView, usable: list[TargetVie
 
 
 def _score(request: InferenceRequest, way: Way, later: float, lost: float, price: float) -> _Scored:
-    ttft = way.ttft
-    chance = later * first_token_chance(request, ttft)
-    used = min(2.0, ttft.mean_s / request.slo.ttft_s)
-    return _Scored(chance - lost - price - TTFT_PRICE * used, chance, lost, ttft, way)
+    slo_s, mean_s = request.slo.ttft_s, way.mean_s
+    chance = later * chance_below(slo_s, mean_s, way.sd_s)
+    used = mean_s / slo_s
+    return _Scored(chance - lost - price - TTFT_PRICE * (used if used < 2.0 else 2.0), chance, lost, way)
 
 
 def _opening_price(view: ClusterView, target: TargetView) -> float:
@@ -153,7 +153,7 @@ def _quick_waits(request: InferenceRequest, view: ClusterView, targets: list[Tar
 
 def _pruned_decodes(request: InferenceRequest, view: ClusterView, decodes: list[TargetView]) -> list[TargetView]:
     """Those that hold most of the prompt, those in use that still have room (packing), and those with least to do."""
-    if len(decodes) <= DECODES:
+    if len(decodes) <= FEW:
         return decodes
     need_bytes = (request.prompt_tokens or 0) * view.costs.kv_bytes_per_token
     able = [t for t in decodes if t.load.kv_free_bytes > need_bytes] or decodes
@@ -166,12 +166,12 @@ def _pruned_decodes(request: InferenceRequest, view: ClusterView, decodes: list[
 
 
 def _partners(
-    view: ClusterView, decode: TargetView, places: Mapping[InstanceId, list[int]], waits_s: list[float]
+    view: ClusterView, decode: TargetView, places: Mapping[InstanceId, list[int]], waits_s: list[float], each: int
 ) -> list[int]:
     """The places of the prefills that would be done soonest."""
     tested = view.partners.get(decode.target.instance, ())
     able = [place for instance in tested for place in places.get(instance, ())]
-    return sorted(able, key=waits_s.__getitem__)[:PREFILLS_EACH]
+    return sorted(able, key=waits_s.__getitem__)[:each]
 
 
 def _first(scored: list[_Scored], request: InferenceRequest) -> _Scored:
@@ -193,9 +193,9 @@ def _uncounted(request: InferenceRequest, decodes: list[TargetView]) -> Decision
 
 def _is_sampled(request: InferenceRequest, chosen: _Scored, other: _Scored) -> bool:
     """Whether the path that was not chosen is tried, since nothing is known of it and little is lost by it."""
-    if request.tiebreak >= SAMPLED or other.ttft.sd_s < UNKNOWN_SD * (other.ttft.mean_s - request.waited_s):
+    if request.tiebreak >= SAMPLED or other.way.sd_s < UNKNOWN_SD * (other.way.mean_s - request.waited_s):
         return False
-    later_s = other.ttft.mean_s - chosen.ttft.mean_s
+    later_s = other.way.mean_s - chosen.way.mean_s
     return later_s < SAMPLE_LOSS * request.slo.ttft_s and other.lost - chosen.lost < SAMPLE_LOSS
 
 
@@ -206,9 +206,9 @@ def _why_alone(request: InferenceRequest) -> Reason:
 def _why_there(here: _Scored, there: _Scored) -> Reason:
     if here.lost - there.lost > max(0.0, there.chance - here.chance):
         return Reason.PROTECTS_STREAMS
-    if here.way.prefill.queue_s > here.way.prefill.prefill_s:
+    if here.way.prefill.queue_s > here.way.prefill.times.whole_s:
         return Reason.DECODE_BUSY
-    if there.ttft.mean_s < here.ttft.mean_s:
+    if there.way.mean_s < here.way.mean_s:
         return Reason.PREFILL_FASTER
     return Reason.PROTECTS_STREAMS  # this one's own later steps, from the prefills that land where it would decode
 
@@ -218,7 +218,7 @@ def _why_here(request: InferenceRequest, here: _Scored, there: _Scored) -> Reaso
     way = there.way
     if 2 * here.way.prefill.uncached_tokens <= (request.prompt_tokens or 0):
         return Reason.CACHE_HOT
-    if there.lost > here.lost + 0.01 and there.ttft.mean_s < here.ttft.mean_s:
+    if there.lost > here.lost + 0.01 and there.way.mean_s < here.way.mean_s:
         return Reason.PROTECTS_STREAMS
     queue_s = way.prefill.queue_s - here.way.prefill.queue_s
     moving_s = way.transfer_s + way.handoff_s
@@ -237,10 +237,10 @@ def _decision(request: InferenceRequest, found: _Best, chosen: _Scored, reason: 
         path = Path.RECOMPUTE
     local_path = path if not way.remote else Path.LOCAL
     terms = {**here.way.terms("local"), "local_chance": here.chance, "local_lost": here.lost, "local_score": here.score}
-    ttft = {local_path: here.ttft}
+    ttft = {local_path: here.way.ttft}
     if there is not None:
         terms |= {**there.way.terms("remote"), "remote_chance": there.chance}
         terms |= {"remote_lost": there.lost, "remote_score": there.score}
-        ttft[Path.REMOTE_PREFILL] = there.ttft
+        ttft[Path.REMOTE_PREFILL] = there.way.ttft
     prefill = way.prefill.target.target if way.remote else None
     return Decision(path, decode, reason, prefill, terms, ttft, chosen.chance, chosen.chance - chosen.lost)

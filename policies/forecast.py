@@ -8,21 +8,18 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from disagg_router.model import Decision, Estimate, InferenceRequest
+from disagg_router.timing import PrefillTimes
 from disagg_router.view import ClusterView, TargetView
 
 
 class PrefillTerms(NamedTuple):
-    """Of the target that would compute the prompt. `stall_s`: by how much all its steps together would delay each
-    stream that runs there; `pause_s`: the longest of them."""
+    """Of the target that would compute the prompt."""
 
     target: TargetView
     uncached_tokens: int
     queue_s: float
-    prefill_s: float
-    sd_s: float
-    stall_s: float
-    pause_s: float
-    pause_sd_s: float
+    queue_sd_s: float
+    times: PrefillTimes
 
 
 class DecodeTerms(NamedTuple):
@@ -38,38 +35,33 @@ class DecodeTerms(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How one request could be served. `prefill` is None when the decode target does all of it."""
+    """How one request could be served: by `decode` alone, or handed off to it by `prefill`. `mean_s` and `sd_s` are of
+    its TTFT, from the request's arrival on; the parts are taken for independent."""
 
     prefill: PrefillTerms
     decode: DecodeTerms
     remote: bool
-    waited_s: float
+    mean_s: float
+    sd_s: float
     link_wait_s: float = 0.0
     transfer_s: float = 0.0
     handoff_s: float = 0.0
-    link_sd_s: float = 0.0
 
     @property
     def ttft(self) -> Estimate:
-        """From the request's arrival on. The parts are taken for independent."""
-        mean_s = self.waited_s + self.prefill.queue_s + self.prefill.prefill_s
-        if not self.remote:
-            return Estimate(mean_s, self.prefill.sd_s)
-        mean_s += self.link_wait_s + self.transfer_s + self.handoff_s + self.decode.first_step_s
-        return Estimate(mean_s, math.hypot(self.prefill.sd_s, self.link_sd_s))
+        return Estimate(self.mean_s, self.sd_s)
 
     def terms(self, prefix: str) -> Mapping[str, float]:
         """Every number of it, for the decision's record."""
         prefill, decode = self.prefill, self.decode
-        ttft = self.ttft
         found = {
-            "ttft_s": ttft.mean_s,
-            "ttft_sd_s": ttft.sd_s,
+            "ttft_s": self.mean_s,
+            "ttft_sd_s": self.sd_s,
             "uncached_tokens": float(prefill.uncached_tokens),
             "queue_s": prefill.queue_s,
-            "prefill_s": prefill.prefill_s,
-            "stall_s": prefill.stall_s,
-            "pause_s": prefill.pause_s,
+            "prefill_s": prefill.times.whole_s,
+            "stall_s": prefill.times.stall_s,
+            "pause_s": prefill.times.pause_s,
             "step_s": decode.step_s,
         }
         if self.remote:
@@ -84,28 +76,14 @@ class Way(NamedTuple):
 
 def prefill_terms(request: InferenceRequest, view: ClusterView, target: TargetView) -> PrefillTerms:
     load, timing = target.load, view.costs.of(target.target)
+    prompt_tokens, cached_tokens = request.prompt_tokens or 0, request.cached_tokens.get(target.target, 0)
+    uncached_tokens = prompt_tokens - cached_tokens if prompt_tokens > cached_tokens else 0
+    queue_s = load.prefills_end_s - view.now_s
+    if queue_s < 0:
+        queue_s = 0.0
     streams = load.streams
-    running, context_tokens = streams.running, streams.context_tokens
-    cached_tokens = request.cached_tokens.get(target.target, 0)
-    uncached_tokens = request.uncached_tokens(target.target)
-    queue_s = load.backlog_s(view.now_s)
-    prefill_s = timing.prefill_mean_s(uncached_tokens, cached_tokens, running, context_tokens)
-    own_sd_s = timing.prefill_sd_s(uncached_tokens, cached_tokens, prefill_s)
-    stall_s = pause_s = 0.0
-    if running:
-        step_s = timing.step_mean_s(running, context_tokens)
-        stall_s = max(0.0, prefill_s - timing.steps(uncached_tokens, running) * step_s)
-        pause_s = timing.longest_step_s(uncached_tokens, cached_tokens, running, context_tokens)
-    return PrefillTerms(
-        target=target,
-        uncached_tokens=uncached_tokens,
-        queue_s=queue_s,
-        prefill_s=prefill_s,
-        sd_s=queue_s * timing.prefill_sd + own_sd_s,
-        stall_s=stall_s,
-        pause_s=pause_s,
-        pause_sd_s=pause_s * own_sd_s / prefill_s,
-    )
+    times = timing.prefill(uncached_tokens, cached_tokens, streams.running, streams.context_tokens)
+    return PrefillTerms(target, uncached_tokens, queue_s, queue_s * timing.prefill_sd, times)
 
 
 def decode_terms(request: InferenceRequest, view: ClusterView, target: TargetView) -> DecodeTerms:
@@ -126,26 +104,24 @@ def decode_terms(request: InferenceRequest, view: ClusterView, target: TargetVie
 
 
 def local_way(request: InferenceRequest, prefill: PrefillTerms, decode: DecodeTerms) -> Way:
-    return Way(prefill, decode, False, request.waited_s)
+    mean_s = request.waited_s + prefill.queue_s + prefill.times.whole_s
+    return Way(prefill, decode, False, mean_s, prefill.queue_sd_s + prefill.times.sd_s)
 
 
 def remote_way(request: InferenceRequest, view: ClusterView, prefill: PrefillTerms, decode: DecodeTerms) -> Way:
     source, sink = prefill.target, decode.target
     link = view.costs.between(source.target, sink.target)
-    in_flight_bytes = max(source.load.out_bytes, sink.load.in_bytes)
+    out_bytes, in_bytes = source.load.out_bytes, sink.load.in_bytes
     transfer_s = decode.missing_tokens * view.costs.kv_bytes_per_token / link.bytes_per_s
+    prefilled_s = prefill.queue_s + prefill.times.whole_s
     # What is in flight now has until this prefill is done to get out of the way.
-    link_wait_s = max(0.0, in_flight_bytes / link.bytes_per_s - prefill.queue_s - prefill.prefill_s)
-    return Way(
-        prefill=prefill,
-        decode=decode,
-        remote=True,
-        waited_s=request.waited_s,
-        link_wait_s=link_wait_s,
-        transfer_s=transfer_s,
-        handoff_s=link.handoff_s,
-        link_sd_s=(transfer_s + link.handoff_s) * link.sd,
-    )
+    link_wait_s = (out_bytes if out_bytes > in_bytes else in_bytes) / link.bytes_per_s - prefilled_s
+    if link_wait_s < 0:
+        link_wait_s = 0.0
+    moving_s = transfer_s + link.handoff_s
+    mean_s = request.waited_s + prefilled_s + link_wait_s + moving_s + decode.first_step_s
+    sd_s = math.hypot(prefill.queue_sd_s + prefill.times.sd_s, moving_s * link.sd)
+    return Way(prefill, decode, True, mean_s, sd_s, link_wait_s, transfer_s, link.handoff_s)
 
 
 def predicted(request: InferenceRequest, view: ClusterView, decision: Decision) -> Estimate | None:

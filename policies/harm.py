@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from disagg_router.model import Estimate, InferenceRequest
+from disagg_router.model import InferenceRequest
 from disagg_router.policies.forecast import DecodeTerms, PrefillTerms
 from disagg_router.view import SLACK_EDGES_S, StreamLoad
 
@@ -30,11 +30,6 @@ def chance_below(limit_s: float, mean_s: float, sd_s: float) -> float:
     """That a time of that mean and standard deviation is below the limit."""
     width_s = math.hypot(_WIDTH * limit_s, 0.55 * sd_s)  # a logistic of scale 0.55 sd is close to a normal
     return logistic((limit_s - mean_s) / width_s)
-
-
-def first_token_chance(request: InferenceRequest, ttft: Estimate) -> float:
-    """That the first token comes in time."""
-    return chance_below(request.slo.ttft_s, *ttft)
 
 
 def later_tokens_chance(request: InferenceRequest, decode: DecodeTerms) -> float:
@@ -61,9 +56,11 @@ def lost_to_prefill(request: InferenceRequest, prefill: PrefillTerms) -> float:
     streams = prefill.target.load.streams
     if not streams.running:
         return 0.0
-    lost = _lost_slack(request, streams, prefill.stall_s)
+    times = prefill.times
+    lost = _lost_slack(request, streams, times.stall_s)
     if streams.unbroken:
-        lost += streams.unbroken * (1.0 - chance_below(streams.gap_s, prefill.pause_s, prefill.pause_sd_s))
+        pause_sd_s = times.pause_s * times.sd_s / times.whole_s
+        lost += streams.unbroken * (1.0 - chance_below(streams.gap_s, times.pause_s, pause_sd_s))
     return min(float(streams.running), lost)
 
 
@@ -71,7 +68,7 @@ def pause_price(prefill: PrefillTerms) -> float:
     """Even where no objective is lost, a shorter pause is better: by the square of the part of the objective it takes,
     so that the steps of short prompts cost next to nothing."""
     streams = prefill.target.load.streams
-    return PAUSE_PRICE * streams.unbroken * min(1.0, prefill.pause_s / streams.gap_s) ** 2
+    return PAUSE_PRICE * streams.unbroken * min(1.0, prefill.times.pause_s / streams.gap_s) ** 2
 
 
 def lost_to_decode(request: InferenceRequest, decode: DecodeTerms) -> float:

@@ -32,7 +32,7 @@ class TtftMin:
 
 
 def _mean_s(way: Way) -> float:
-    return way.ttft.mean_s
+    return way.mean_s
 
 
 def _ways(request: InferenceRequest, view: ClusterView) -> list[Way]:

@@ -34,6 +34,7 @@ RANKS = (
     ("sim",),
     ("planner", "controller.ray_session"),
     ("proxy", "engines", "controller.ray_launcher", "bench"),
+    ("engine_facts",),
     ("router_parts",),
     ("wiring",),
     ("serve",),

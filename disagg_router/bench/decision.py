@@ -95,7 +95,7 @@ def as_data(samples: Samples, bound_ms: float, size: Size, collections: int) -> 
     }
 
 
-def _once(world: World, tokens: list[int], policy: PathPolicy, admission: AdmissionPolicy) -> dict[str, float]:
+def _once(world: World, tokens: Sequence[int], policy: PathPolicy, admission: AdmissionPolicy) -> dict[str, float]:
     """Part -> CPU seconds, in the order and with the calls of a router."""
     request, block_tokens = world.request(), world.size.block_tokens
     world.traffic.step()

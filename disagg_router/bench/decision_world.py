@@ -59,16 +59,16 @@ class World:
         self.index = PrefixIndex(2 * size.blocks)
         self._fill(built)
 
-    def prompts(self, count: int) -> Iterator[list[int]]:
+    def prompts(self, count: int) -> Iterator[array[int]]:
         """In random order: half begin as a known prompt does and go their own way from some token on; the other half
-        share nothing with anybody. The integers are new ones, as a tokenizer's are."""
+        share nothing with anybody. Arrays, as our own tokenizer hands them on."""
         for _ in range(count):
             start, end = self._rng.sample(self._known, 2)
             cut = self._rng.randrange(len(start))
             tokens = start[:cut] + end[cut:]
             if self._rng.random() < 0.5:
                 tokens[0] = VOCABULARY + self._rng.randrange(VOCABULARY)
-            yield tokens.tolist()
+            yield tokens
 
     def request(self) -> InferenceRequest:
         """Before anything is known of its prompt."""
@@ -87,7 +87,7 @@ class World:
         return dataclasses.replace(TIMING, prefill_b_s=TIMING.prefill_b_s * factor, step_d_s=TIMING.step_d_s * factor)
 
     def _tokens(self) -> array[int]:
-        return array("l", self._rng.choices(range(VOCABULARY), k=self.size.prompt_tokens))
+        return array("I", self._rng.choices(range(VOCABULARY), k=self.size.prompt_tokens))
 
     def _fill(self, built: Callable[[int], None]) -> None:
         """The known prompts at some targets each, to different depths; then chains that nobody will ask for."""

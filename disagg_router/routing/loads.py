@@ -14,7 +14,7 @@ from disagg_router.routing.streams import StreamBook
 from disagg_router.view import TargetLoad
 
 KEPT_S = 0.1  # a load is good for so long when nothing comes or goes
-BUILT_AT_ONCE = 8  # so many of those that are older are built anew by one decision; `tick` builds the rest
+BUILT_AT_ONCE = 2  # so many of those that are older are built anew by one decision; `tick` builds the rest
 
 
 class Loads:

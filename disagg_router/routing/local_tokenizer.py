@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,9 +71,9 @@ class LocalTokenizer:
         except (NotUnderstood, BadRequest):
             return None
 
-    async def ids(self, prompt: Prompt) -> list[int]:
+    async def ids(self, prompt: Prompt) -> Sequence[int]:
         if prompt.text is None:
-            return list(prompt.ids)
+            return prompt.ids
         if prompt.special_tokens and self._around is None:
             return (await self._encoded([prompt.text], special_tokens=True))[0]
         chunks = self._chunks.cut(prompt.text)
@@ -80,10 +81,10 @@ class LocalTokenizer:
         missing = [chunk for chunk, ids in zip(chunks, known, strict=True) if ids is None]
         made = iter(await self._encoded(missing, special_tokens=False))
         before, after = self._around if prompt.special_tokens and self._around else ([], [])
-        whole = list(before)
+        whole = array("I", before)
         for place, (chunk, ids) in enumerate(zip(chunks, known, strict=True)):
             if ids is not None:
-                whole.extend(ids)
+                whole += ids
                 continue
             new = next(made)
             whole += new
@@ -92,7 +93,8 @@ class LocalTokenizer:
         tokenized_chars = sum(map(len, missing))
         self._tokenized_chars += tokenized_chars
         self._known_chars += len(prompt.text) - tokenized_chars
-        return [*whole, *after]
+        whole.extend(after)
+        return whole
 
     def at_most_tokens(self, prompt: Prompt) -> int | None:
         """A bound that costs nothing: no token of a byte-level tokenizer stands for less than a byte. None where
@@ -132,16 +134,17 @@ class LocalTokenizer:
 
     # --- the tokenizer --------------------------------------------------------------------------------------
 
-    async def _encoded(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
+    async def _encoded(self, texts: list[str], *, special_tokens: bool) -> list[array[int]]:
         if not texts:
             return []
         if sum(map(len, texts)) <= _INLINE_CHARS:
             return self._encode(texts, special_tokens)
         return await asyncio.to_thread(self._encode, texts, special_tokens)
 
-    def _encode(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
+    def _encode(self, texts: list[str], special_tokens: bool) -> list[array[int]]:
         # Of the ways to encode this one lets go of the GIL.
-        return [made.ids for made in self._tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)]
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens)
+        return [array("I", made.ids) for made in encoded]
 
 
 def _variables(body: Body) -> dict[str, Any]:

@@ -125,11 +125,11 @@ class Placer:
         request, view, decision, _ = judged
         prefiller, leases = decision.prefiller, self.loads.leases
         timing, cached_tokens = view.costs.of(prefiller), (request.prompt_tokens or 0) - claim.prefill_tokens
-        pause_s = timing.longest_step_s(claim.prefill_tokens, cached_tokens, 0, 0)
+        times = timing.prefill(claim.prefill_tokens, cached_tokens)
         self.loads.demand.placed(
             prefiller,
             predicted_s=claim.prefill_s,
-            stalls=1.0 - chance_below(self._max_gap_s, pause_s, pause_s * timing.prefill_sd),
+            stalls=1.0 - chance_below(self._max_gap_s, times.pause_s, times.pause_s * timing.prefill_sd),
             kv_bytes=(request.prompt_tokens or 0) * view.costs.kv_bytes_per_token,
             now_s=view.now_s,
         )

@@ -52,12 +52,11 @@ class TextChunks:
             self._known.move_to_end(chunk)
         return ids
 
-    def keep(self, chunk: str, ids: list[int]) -> None:
-        kept = array("I", ids)
-        size_bytes = _bytes(chunk, kept)
+    def keep(self, chunk: str, ids: array[int]) -> None:
+        size_bytes = _bytes(chunk, ids)
         if chunk in self._known or size_bytes > self._max_bytes // 4:
             return
-        self._known[chunk] = kept
+        self._known[chunk] = ids
         self.held_bytes += size_bytes
         while len(self._known) > self._max_entries or self.held_bytes > self._max_bytes:
             self.held_bytes -= _bytes(*self._known.popitem(last=False))

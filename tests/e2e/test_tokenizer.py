@@ -39,7 +39,7 @@ async def both(cluster: Serving, tokenizer: LocalTokenizer, body: Mapping[str, A
         raise NotUnderstood
     client = VllmClient()
     try:
-        return await tokenizer.ids(prompt), await client.tokenize(cluster.instance("decode")["url"], raw)
+        return list(await tokenizer.ids(prompt)), await client.tokenize(cluster.instance("decode")["url"], raw)
     finally:
         await client.close()
 

@@ -121,7 +121,7 @@ def test_many_old_loads_are_built_over_several_decisions():
     def fresh() -> int:
         return sum(load.prefills_end_s > 1.0 for load in world.loads.all(targets))
 
-    assert [fresh(), fresh(), fresh()] == [8, 16, 20]
+    assert [fresh(), fresh(), fresh()] == [2, 4, 6]
     world.now.s = 2.05
     world.loads.tick()
     assert all(load.prefills_end_s > 2.0 for load in world.loads.all(targets))

@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 async def ids_of(tokenizer: LocalTokenizer, body: dict[str, Any]) -> list[int] | None:
     prompt = await tokenizer.prompt(raw(body))
-    return None if prompt is None else await tokenizer.ids(prompt)
+    return None if prompt is None else list(await tokenizer.ids(prompt))
 
 
 @pytest.mark.parametrize("config", [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from array import array
 from collections import Counter
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_key_names_its_block_and_all_before_it():
         assert other[:same] == keys[:same]
         assert not set(other[same:]) & set(keys)
     assert not set(chain(PROMPT, 8)) & set(keys)
-    assert all(-(1 << 63) <= key < 1 << 63 for key in keys)
+    assert all(0 <= key < 1 << 64 for key in keys)
 
 
 @pytest.mark.parametrize("tokens", range(10))
@@ -359,3 +360,27 @@ def test_what_a_lookup_costs():
     assert {target: each.gpu_tokens for target, each in found.items()} == {t: d * 16 for t, d in depths.items()}
     print(f"\n2,048 keys {sorted(hashing_s)[50] * 1e6:.0f} us, lookup {sorted(lookup_s)[50] * 1e6:.0f} us (medians)")
     assert set(of.stats().dropped) == set(Dropped)
+
+
+def test_keys_by_hand():
+    """key = parent x STEP + sum of FACTOR x token, modulo 2**64; a list, a tuple and an array give the same."""
+    (first,) = extend(0, [1, 0], 2)
+    (second,) = extend(0, [0, 1], 2)
+    (step,) = extend(1, [0, 0], 2)
+    keys = extend(7, [5, 6, 8, 9], 2)
+    one = (7 * step + 5 * first + 6 * second) % 2**64
+    assert keys == [one, (one * step + 8 * first + 9 * second) % 2**64]
+    assert extend(7, array("I", [5, 6, 8, 9]), 2) == extend(7, (5, 6, 8, 9), 2) == keys
+
+
+def test_a_prompt_longer_than_is_hashed_at_once_has_the_same_keys():
+    """In two goes or in one."""
+    tokens = array("I", range(70_000))
+    head = extend(3, tokens[:40_000], 1)
+    assert extend(3, tokens, 1) == head + extend(head[-1], tokens[40_000:], 1)
+
+
+@pytest.mark.parametrize("token", [-1, 2**63, 10**30])
+def test_what_is_no_token_id_has_keys_all_the_same(token):
+    """A client may send anything as token ids; the engine refuses it."""
+    assert len(chain([token] * 8, 4)) == 2

@@ -8,8 +8,6 @@ import random
 
 import pytest
 
-from disagg_router.connectors.nixl import NixlConnector
-from disagg_router.cost.output import OutputHistory
 from disagg_router.errors import (
     Draining,
     NoDecodeInstance,
@@ -21,108 +19,13 @@ from disagg_router.errors import (
     UpstreamUnreachable,
 )
 from disagg_router.interfaces import Reserved
-from disagg_router.model import HandoffResult, InstanceId, InstanceState, PairState, Path, Reason
+from disagg_router.model import HandoffResult, InstanceState, PairState, Path, Reason
 from disagg_router.observability.requests import RequestRecord
-from disagg_router.policies.admission import KvAdmission
-from disagg_router.policies.override import PathOverride
-from disagg_router.policies.registry import build_policy
-from disagg_router.routing.fleet import Fleet, PairStatus
-from disagg_router.routing.legs import LegLimits, Legs
-from disagg_router.routing.loads import Loads
-from disagg_router.routing.placement import Placer
-from disagg_router.routing.prefix_index import PrefixIndex
-from disagg_router.routing.prompts import PromptReader
-from disagg_router.routing.queue import FairQueue
-from disagg_router.routing.router import Router
-from disagg_router.routing.views import Views
-from tests.builders import COSTS, instance, pair, request, target
-from tests.fakes.client import Connecting, FakeClient
-from tests.fakes.clock import FakeClock, settle
-from tests.fakes.costs import FixedCosts
-
-BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 5}
-LEASE_S = 30.0
-
-
-class Observer:
-    def __init__(self):
-        self.decisions, self.failures, self.handoffs = [], [], []
-
-    def decided(self, request, decision):
-        self.decisions.append((decision.path, decision.reason))
-
-    def leg_failed(self, target, error):
-        self.failures.append((target.instance, type(error).__name__))
-
-    def handoff(self, result):
-        self.handoffs.append(result)
-
-
-class World:
-    """A router over p0, p1, d0, d1, all four pairs tested."""
-
-    def __init__(self, *names: str, policy="always_remote", tokens=100, waiting=64, connector=None):
-        names = names or ("p0", "p1", "d0", "d1")
-        pairs = {pair(p, d): PairStatus(PairState.READY) for p in names for d in names if p[0] == "p" and d[0] == "d"}
-        self.fleet = Fleet({InstanceId(name): instance(name, kv_events="tcp://e:1") for name in names}, pairs)
-        self.client, self.clock, self.seen, self.suspected = FakeClient(tokens), FakeClock(), Observer(), []
-        self.connector = connector or NixlConnector(kv_load_failure_policy="recompute", lease_s=LEASE_S)
-        self.costs = FixedCosts(COSTS)
-        self.loads = Loads(costs=self.costs, now_s=self.clock.now_s)
-        legs = Legs(
-            connector=self.connector,
-            client=self.client,
-            fleet=lambda: self.fleet,
-            costs=self.costs,
-            limits=LegLimits(prefill_s=1, first_byte_s=2, unary_s=3),
-            observer=self.seen,
-            clock=self.clock,
-        )
-        self.index = PrefixIndex(1000)
-        prompts = PromptReader(
-            client=self.client,
-            fleet=lambda: self.fleet,
-            index=self.index,
-            requests_on=lambda target: self.loads.of(target).requests,
-            failed=self.failed,
-            rng=random.Random(0),
-        )
-        placer = Placer(
-            policy=PathOverride(build_policy(policy, {})),
-            admission=KvAdmission(max_wait_s=30.0),
-            queue=FairQueue(bound=waiting, max_wait_s=30.0, clock=self.clock),
-            views=Views(lambda: self.fleet, self.loads, self.costs),
-            loads=self.loads,
-            observer=self.seen,
-            max_gap_s=0.5,
-            now_s=self.clock.now_s,
-            rng=random.Random(0),
-        )
-        self.router = Router(
-            placer=placer,
-            legs=legs,
-            prompts=prompts,
-            outputs=OutputHistory(),
-            failed=self.failed,
-            waiting_requests=waiting,
-            now_s=self.clock.now_s,
-        )
-
-    def failed(self, target, error):
-        self.seen.leg_failed(target, error)
-        self.suspected.append(target.instance)
-
-    async def ask(self, **changes):
-        async with self.router.route(request(**changes), BODY) as routed:
-            return routed.decision, await routed.response.read()
-
-    def change(self, name, **changes):
-        instances = dict(self.fleet.instances)
-        instances[InstanceId(name)] = dataclasses.replace(instances[InstanceId(name)], **changes)
-        self.fleet = dataclasses.replace(self.fleet, instances=instances)
-
-    def at_rest(self):
-        return not self.loads.leases.held() and not self.client.open_now
+from disagg_router.routing.fleet import PairStatus
+from tests.builders import pair, request, target
+from tests.fakes.client import Connecting
+from tests.fakes.clock import settle
+from tests.routing.router_world import BODY, LEASE_S, World
 
 
 async def test_a_split_request_prefills_once_and_decodes_with_that_handoff():
@@ -494,49 +397,3 @@ async def test_decide_sends_nothing():
     assert (decision.path, decision.terms["uncached_tokens"]) == (Path.REMOTE_PREFILL, 300)
     assert isinstance(admission, Reserved)
     assert world.client.asked == []
-
-
-class AtOnce(NixlConnector):
-    """A connector whose decode leg needs nothing of the prefill's answer."""
-
-    concurrent_legs = True
-
-    def decode_body(self, body, handoff):
-        return {**body, "kv_transfer_params": {"do_remote_prefill": True, "transfer_id": handoff.request_id}}
-
-
-def at_once(*names):
-    return World(*names, connector=AtOnce(kv_load_failure_policy="recompute", lease_s=LEASE_S))
-
-
-async def test_a_connector_may_need_both_legs_at_once():
-    """The decode leg is sent while the prefill still computes, which then goes on beside it."""
-    world = at_once("p0", "d0")
-    world.client.script["p0"] = [0.05]
-    async with world.router.route(request(), BODY) as routed:
-        assert routed.decision.path is Path.REMOTE_PREFILL
-        assert sorted(world.client.kinds()) == [("decode", "d0"), ("prefill", "p0")]
-        assert not world.client.answered.is_set()
-        await asyncio.wait_for(world.client.answered.wait(), 1)
-    assert world.seen.handoffs == [HandoffResult.SENT]
-    assert world.at_rest()
-
-
-async def test_a_prefill_that_fails_ends_the_decode_leg_beside_it():
-    """It would wait for ever. The request is served local."""
-    world = at_once("p0", "d0")
-    world.client.script["p0"], world.client.script["d0"] = [UpstreamError("died")], [60.0]
-    decision, answer = await world.ask()
-    assert (decision.path, decision.reason, answer) == (Path.LOCAL, Reason.NO_PREFILL, b'{"from": "d0"}')
-    assert world.at_rest()
-
-
-async def test_a_decode_leg_that_fails_ends_the_prefill_beside_it():
-    """Nobody would fetch its KV."""
-    world = at_once("p0", "d0", "d1")
-    world.client.script["p0"] = [60.0, None]
-    world.client.script["d0"] = world.client.script["d1"] = [UpstreamError("died")]
-    decision, _ = await world.ask()
-    assert decision.path is Path.REMOTE_PREFILL
-    assert [kind for kind, _ in world.client.kinds()].count("decode") == 2
-    assert world.at_rest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
@@ -67,18 +68,18 @@ def test_the_least_recently_used_chunk_goes_first():
     """At the entry bound."""
     chunks = TextChunks([], max_entries=2)
     for text in ("one", "two"):
-        chunks.keep(text, [1, 2])
+        chunks.keep(text, array("I", [1, 2]))
     assert list(chunks.ids("one") or ()) == [1, 2]
-    chunks.keep("three", [3])
+    chunks.keep("three", array("I", [3]))
     assert [chunks.ids(text) is not None for text in ("one", "two", "three")] == [True, False, True]
 
 
 def test_bytes_are_bounded():
     """And what goes gives its bytes back; a chunk too large for the bound is not kept at all."""
     chunks = TextChunks([], max_bytes=10_000)
-    chunks.keep("x" * 9_000, [1])
+    chunks.keep("x" * 9_000, array("I", [1]))
     assert len(chunks) == 0
     for i in range(100):
-        chunks.keep(f"{i}" * 500, [i] * 100)
+        chunks.keep(f"{i}" * 500, array("I", [i] * 100))
     assert 0 < chunks.held_bytes <= 10_000
     assert 3 <= len(chunks) <= 9
