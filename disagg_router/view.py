@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from disagg_router.model import InferenceRequest, InstanceId, Role, Target
 from disagg_router.timing import CostSnapshot
@@ -15,8 +16,7 @@ SLACK_EDGES_S = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 NO_SLACK: tuple[int, ...] = (0,) * (len(SLACK_EDGES_S) + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamLoad:
+class StreamLoad(NamedTuple):
     """The streams that run on a target now, those of this router. A stream counts from its first byte on.
 
     `slack`: how many of them are in each bin of SLACK_EDGES_S; those that have lost their objective for good are in
@@ -32,8 +32,7 @@ class StreamLoad:
     gap_s: float = math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class TargetLoad:
+class TargetLoad(NamedTuple):
     """What is going on at a target: this router's leases, and of others what its metrics show.
 
     `prefills_end_s` is on the view's clock: when the prefills placed there will be done; in the past when there are
@@ -64,8 +63,7 @@ class TargetLoad:
         return max(0.0, self.prefills_end_s - now_s)
 
 
-@dataclass(frozen=True, slots=True)
-class TargetView:
+class TargetView(NamedTuple):
     """A target that may be used now."""
 
     target: Target
@@ -88,7 +86,8 @@ class ClusterView:
 
     now_s: float
     targets: tuple[TargetView, ...]
-    partners: Mapping[InstanceId, frozenset[InstanceId]]  # decode instance -> the prefills of its tested pairs
+    # Decode instance -> where in `targets` those are that may prefill for it: the pair is tested, the roles allow it.
+    partners: Mapping[InstanceId, tuple[int, ...]]
     costs: CostSnapshot
     soft_roles: bool = False  # the connector lets any engine prefill for any other
     leans: Leans = Leans()

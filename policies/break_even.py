@@ -3,13 +3,13 @@ one's and those of the streams that it would disturb."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from disagg_router.errors import NoDecodeInstance
-from disagg_router.model import Decision, InferenceRequest, InstanceId, Path, Reason, Role, Target
+from disagg_router.model import Decision, InferenceRequest, Path, Reason, Role, Target
 from disagg_router.policies.candidates import least_loaded
 from disagg_router.policies.forecast import (
     PrefillTerms,
@@ -66,13 +66,16 @@ class BreakEven:
     soft_roles = True
 
     def decide(self, request: InferenceRequest, view: ClusterView) -> Decision:
-        usable = [t for t in view.targets if t.target not in request.excluded] if request.excluded else [*view.targets]
-        decodes = usable if view.soft_roles else [t for t in usable if t.role.decodes]
+        decodes: Sequence[TargetView] = view.targets
+        if request.excluded:
+            decodes = [t for t in decodes if t.target not in request.excluded]
+        if not view.soft_roles:
+            decodes = [t for t in decodes if t.role.decodes]
         if not decodes:
             raise NoDecodeInstance("no instance that may decode is ready", retry_after_s=1)
         if request.prompt_tokens is None:
             return _uncounted(request, decodes)
-        found = _search(request, view, usable, decodes)
+        found = _search(request, view, decodes)
         here, there = found.here, found.there
         if there is None:
             return _decision(request, found, here, _why_alone(request))
@@ -88,19 +91,16 @@ class BreakEven:
 # --- the search ---------------------------------------------------------------------------------------------------
 
 
-def _search(request: InferenceRequest, view: ClusterView, usable: list[TargetView], decodes: list[TargetView]) -> _Best:
-    waits_s, each = _quick_waits(request, view, usable), FEW if len(decodes) <= FEW else PREFILLS_EACH
-    places: dict[InstanceId, list[int]] = defaultdict(list)
-    for place, target in enumerate(usable):
-        if view.soft_roles or target.role.prefills:
-            places[target.target.instance].append(place)
+def _search(request: InferenceRequest, view: ClusterView, decodes: Sequence[TargetView]) -> _Best:
+    waits_s, each = _quick_waits(request, view), FEW if len(decodes) <= FEW else PREFILLS_EACH
     costed: dict[Target, tuple[PrefillTerms, float, float]] = {}
 
     def prefill_of(target: TargetView) -> tuple[PrefillTerms, float, float]:
-        if target.target not in costed:
+        known = costed.get(target.target)
+        if known is None:
             terms = prefill_terms(request, view, target)
-            costed[target.target] = terms, lost_to_prefill(request, terms), pause_price(terms)
-        return costed[target.target]
+            known = costed[target.target] = terms, lost_to_prefill(request, terms), pause_price(terms)
+        return known
 
     here: list[_Scored] = []
     there: list[_Scored] = []
@@ -114,8 +114,11 @@ def _search(request: InferenceRequest, view: ClusterView, usable: list[TargetVie
         here.append(_score(request, local_way(request, prefill, decode), later, lost + lost_here, price + more))
         if request.splittable:
             later *= start_chance(request, decode)
-            for place in _partners(view, target, places, waits_s, each):
-                source = usable[place]
+            places = view.partners.get(target.target.instance, ())
+            for place in sorted(places, key=waits_s.__getitem__)[:each]:
+                if waits_s[place] == math.inf:
+                    break
+                source = view.targets[place]
                 prefill, lost_there, more = prefill_of(source)
                 more += HANDOFF_PRICE + (ROLE_PRICE if source.role is Role.DECODE else 0.0)
                 way = remote_way(request, view, prefill, decode)
@@ -138,40 +141,47 @@ def _opening_price(view: ClusterView, target: TargetView) -> float:
     return view.leans.pack
 
 
-def _quick_waits(request: InferenceRequest, view: ClusterView, targets: list[TargetView]) -> list[float]:
-    """How soon each would be done with this prompt, roughly: which of the many are worth a closer look."""
+def _quick_waits(request: InferenceRequest, view: ClusterView) -> list[float]:
+    """How soon each target would be done with this prompt, roughly: which of the many are worth a closer look. Where
+    its steps would break pauses, every stream counts as much as the whole TTFT objective; infinite: it may not
+    prefill."""
     cached, costs, now_s = request.cached_tokens, view.costs, view.now_s
     each, default, prompt_tokens = costs.targets, costs.target, request.prompt_tokens or 0
+    hard, excluded = not view.soft_roles, request.excluded
     waits_s = []
-    for t in targets:
+    for t in view.targets:
         load, timing = t.load, each.get(t.target, default)
-        queue_s = load.prefills_end_s - now_s
-        own_s = timing.prefill_b_s * (prompt_tokens - cached.get(t.target, 0))
-        waits_s.append((queue_s if queue_s > 0 else 0.0) + own_s + timing.step_e_s * load.streams.running)
+        tokens = prompt_tokens - cached.get(t.target, 0)
+        b_s, streams = timing.prefill_b_s, load.streams
+        wait_s = b_s * tokens
+        if load.prefills_end_s > now_s:
+            wait_s += load.prefills_end_s - now_s
+        if streams.unbroken and b_s * (tokens if tokens < timing.chunk_tokens else timing.chunk_tokens) > streams.gap_s:
+            wait_s += streams.unbroken * request.slo.ttft_s
+        if (hard and t.role is Role.DECODE) or (excluded and t.target in excluded):
+            wait_s = math.inf
+        waits_s.append(wait_s)
     return waits_s
 
 
-def _pruned_decodes(request: InferenceRequest, view: ClusterView, decodes: list[TargetView]) -> list[TargetView]:
+def _pruned_decodes(
+    request: InferenceRequest, view: ClusterView, decodes: Sequence[TargetView]
+) -> Sequence[TargetView]:
     """Those that hold most of the prompt, those in use that still have room (packing), and those with least to do."""
     if len(decodes) <= FEW:
         return decodes
     need_bytes = (request.prompt_tokens or 0) * view.costs.kv_bytes_per_token
-    able = [t for t in decodes if t.load.kv_free_bytes > need_bytes] or decodes
-    holding = [t for t in able if t.target in request.cached_tokens] if request.cached_tokens else []
-    holding.sort(key=lambda t: -request.cached_tokens[t.target])
-    free = sorted(able, key=lambda t: t.load.prefills + t.load.decodes)
+    by_work = sorted(
+        (t.load.prefills + t.load.decodes, place)
+        for place, t in enumerate(decodes)
+        if t.load.kv_free_bytes > need_bytes
+    )
+    free = [decodes[place] for _, place in by_work] or decodes
+    cached = request.cached_tokens
+    holding = sorted((t for t in free if t.target in cached), key=lambda t: -cached[t.target]) if cached else []
     in_use = [t for t in free if t.load.streams.running]
     kept = {t.target: t for t in [*holding[:2], *in_use[: DECODES // 2], *free[:DECODES]]}
     return list(kept.values())[:DECODES]
-
-
-def _partners(
-    view: ClusterView, decode: TargetView, places: Mapping[InstanceId, list[int]], waits_s: list[float], each: int
-) -> list[int]:
-    """The places of the prefills that would be done soonest."""
-    tested = view.partners.get(decode.target.instance, ())
-    able = [place for instance in tested for place in places.get(instance, ())]
-    return sorted(able, key=waits_s.__getitem__)[:each]
 
 
 def _first(scored: list[_Scored], request: InferenceRequest) -> _Scored:
@@ -181,7 +191,7 @@ def _first(scored: list[_Scored], request: InferenceRequest) -> _Scored:
     return equals[int(request.tiebreak * len(equals))]
 
 
-def _uncounted(request: InferenceRequest, decodes: list[TargetView]) -> Decision:
+def _uncounted(request: InferenceRequest, decodes: Sequence[TargetView]) -> Decision:
     """Nothing can be predicted of a prompt that nobody counted: the role that fits, then the least loaded."""
     fitting = [t for t in decodes if t.role.decodes] or decodes
     reason = Reason.NOT_COUNTED if request.splittable else Reason.NOT_SPLITTABLE
@@ -236,10 +246,10 @@ def _decision(request: InferenceRequest, found: _Best, chosen: _Scored, reason: 
     if not way.remote and cached_elsewhere_tokens(request, decode) >= COMPUTE_BLOCK_TOKENS:
         path = Path.RECOMPUTE
     local_path = path if not way.remote else Path.LOCAL
-    terms = {**here.way.terms("local"), "local_chance": here.chance, "local_lost": here.lost, "local_score": here.score}
+    terms = {**here.way.terms(), "local_chance": here.chance, "local_lost": here.lost, "local_score": here.score}
     ttft = {local_path: here.way.ttft}
     if there is not None:
-        terms |= {**there.way.terms("remote"), "remote_chance": there.chance}
+        terms |= {**there.way.terms(), "remote_chance": there.chance}
         terms |= {"remote_lost": there.lost, "remote_score": there.score}
         ttft[Path.REMOTE_PREFILL] = there.way.ttft
     prefill = way.prefill.target.target if way.remote else None

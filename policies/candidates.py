@@ -24,8 +24,8 @@ def decoders(request: InferenceRequest, view: ClusterView) -> list[TargetView]:
 
 def partners(request: InferenceRequest, view: ClusterView, decode: TargetView) -> list[TargetView]:
     """Prefill and unified targets of a tested pair with `decode`."""
-    tested = view.partners.get(decode.target.instance, frozenset())
-    return [t for t in usable(request, view) if t.role.prefills and t.target.instance in tested]
+    tested = [view.targets[place] for place in view.partners.get(decode.target.instance, ())]
+    return [t for t in tested if t.role.prefills and t.target not in request.excluded]
 
 
 def pick_decode(request: InferenceRequest, view: ClusterView) -> TargetView:

@@ -11,6 +11,15 @@ from disagg_router.model import Decision, Estimate, InferenceRequest
 from disagg_router.timing import PrefillTimes
 from disagg_router.view import ClusterView, TargetView
 
+_SHARED_TERMS = (
+    *("ttft_s", "ttft_sd_s", "uncached_tokens", "queue_s"),
+    *("prefill_s", "stall_s", "pause_s", "step_s"),
+)
+_LOCAL_TERMS = tuple(f"local_{name}" for name in _SHARED_TERMS)
+_REMOTE_TERMS = tuple(
+    f"remote_{name}" for name in (*_SHARED_TERMS, "moved_tokens", "link_wait_s", "transfer_s", "handoff_s")
+)
+
 
 class PrefillTerms(NamedTuple):
     """Of the target that would compute the prompt."""
@@ -51,27 +60,18 @@ class Way(NamedTuple):
     def ttft(self) -> Estimate:
         return Estimate(self.mean_s, self.sd_s)
 
-    def terms(self, prefix: str) -> Mapping[str, float]:
+    def terms(self) -> Mapping[str, float]:
         """Every number of it, for the decision's record."""
         prefill, decode = self.prefill, self.decode
-        found = {
-            "ttft_s": self.mean_s,
-            "ttft_sd_s": self.sd_s,
-            "uncached_tokens": float(prefill.uncached_tokens),
-            "queue_s": prefill.queue_s,
-            "prefill_s": prefill.times.whole_s,
-            "stall_s": prefill.times.stall_s,
-            "pause_s": prefill.times.pause_s,
-            "step_s": decode.step_s,
-        }
-        if self.remote:
-            found |= {
-                "moved_tokens": float(decode.missing_tokens),
-                "link_wait_s": self.link_wait_s,
-                "transfer_s": self.transfer_s,
-                "handoff_s": self.handoff_s,
-            }
-        return {f"{prefix}_{name}": value for name, value in found.items()}
+        times = prefill.times
+        shared = (
+            *(self.mean_s, self.sd_s, float(prefill.uncached_tokens), prefill.queue_s),
+            *(times.whole_s, times.stall_s, times.pause_s, decode.step_s),
+        )
+        if not self.remote:
+            return dict(zip(_LOCAL_TERMS, shared, strict=True))
+        moving = float(decode.missing_tokens), self.link_wait_s, self.transfer_s, self.handoff_s
+        return dict(zip(_REMOTE_TERMS, shared + moving, strict=True))
 
 
 def prefill_terms(request: InferenceRequest, view: ClusterView, target: TargetView) -> PrefillTerms:

@@ -56,12 +56,15 @@ def lost_to_prefill(request: InferenceRequest, prefill: PrefillTerms) -> float:
     streams = prefill.target.load.streams
     if not streams.running:
         return 0.0
-    times = prefill.times
-    lost = _lost_slack(request, streams, times.stall_s)
+    times, running = prefill.times, float(streams.running)
+    lost = 0.0
     if streams.unbroken:
         pause_sd_s = times.pause_s * times.sd_s / times.whole_s
-        lost += streams.unbroken * (1.0 - chance_below(streams.gap_s, times.pause_s, pause_sd_s))
-    return min(float(streams.running), lost)
+        lost = streams.unbroken * (1.0 - chance_below(streams.gap_s, times.pause_s, pause_sd_s))
+        if lost > running - 0.01:
+            return running
+    lost += _lost_slack(request, streams, times.stall_s)
+    return lost if lost < running else running
 
 
 def pause_price(prefill: PrefillTerms) -> float:

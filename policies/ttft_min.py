@@ -20,7 +20,7 @@ class TtftMin:
         ways = _ways(request, view)
         here = min((way for way in ways if not way.remote), key=_mean_s)
         there = min((way for way in ways if way.remote), key=_mean_s, default=None)
-        terms = {**here.terms("local"), **(there.terms("remote") if there else {})}
+        terms = {**here.terms(), **(there.terms() if there else {})}
         ttft = {Path.LOCAL: here.ttft, **({Path.REMOTE_PREFILL: there.ttft} if there else {})}
         if there is None:
             reason = Reason.NO_PREFILL if request.splittable else Reason.NOT_SPLITTABLE

@@ -86,7 +86,8 @@ def view(*names: str, pairs: str = "", soft: bool = False, **loads: Any) -> Clus
         return given if isinstance(given, TargetLoad) else TargetLoad(decodes=given)
 
     targets = tuple(TargetView(target(name), instance(name).role, load(name)) for name in names)
-    tested = partners_of(pair(*couple.split(">")) for couple in pairs.split())
+    couples = [pair(*couple.split(">")) for couple in pairs.split()]
+    tested = partners_of(couples, [t.target for t in targets])
     return ClusterView(now_s=0.0, targets=targets, partners=tested, costs=COSTS, soft_roles=soft)
 
 

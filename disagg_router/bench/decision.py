@@ -19,6 +19,7 @@ from disagg_router.bench.figures import nearest_rank
 from disagg_router.interfaces import AdmissionPolicy, PathPolicy
 from disagg_router.policies.admission import KvAdmission
 from disagg_router.policies.registry import build_policy
+from disagg_router.proxy.server import spare_collections
 from disagg_router.routing.token_hashes import chain
 
 POLICY = "break_even"
@@ -66,6 +67,7 @@ def decision(
 def sample(world: World, decisions: int) -> tuple[Samples, int]:
     """The timings, and how many garbage collections of the oldest generation fell among them: it stays switched on."""
     policy, admission = build_policy(POLICY, {}), KvAdmission()
+    spare_collections()  # as a router does
     samples: dict[str, list[float]] = {part: [] for part in TITLES}
     before = 0
     for number, tokens in enumerate(world.prompts(WARM_UP + decisions)):

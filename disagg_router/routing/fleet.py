@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from disagg_router.model import Instance, InstanceId, InstanceState, Pair, PairState
+from disagg_router.model import Instance, InstanceId, InstanceState, Pair, PairState, Target
 
 PARTNERS = 8  # at most so many pairs per instance: handshakes and tests are not free
 
@@ -43,12 +43,15 @@ class Fleet:
         return not any(s.state in waiting and {p.prefill, p.decode} <= ready for p, s in self.pairs.items())
 
 
-def partners_of(pairs: Iterable[Pair]) -> Mapping[InstanceId, frozenset[InstanceId]]:
-    """Decode instance -> the prefills of its pairs."""
-    found: dict[InstanceId, set[InstanceId]] = defaultdict(set)
+def partners_of(pairs: Iterable[Pair], targets: Sequence[Target]) -> Mapping[InstanceId, tuple[int, ...]]:
+    """Decode instance -> the places in `targets` of the prefills of its pairs."""
+    places: dict[InstanceId, list[int]] = defaultdict(list)
+    for place, target in enumerate(targets):
+        places[target.instance].append(place)
+    found: dict[InstanceId, list[int]] = defaultdict(list)
     for pair in pairs:
-        found[pair.decode].add(pair.prefill)
-    return {decode: frozenset(prefills) for decode, prefills in found.items()}
+        found[pair.decode] += places[pair.prefill]
+    return {decode: tuple(sorted(prefills)) for decode, prefills in found.items() if prefills}
 
 
 def plan_pairs(

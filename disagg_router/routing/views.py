@@ -21,7 +21,7 @@ class Views:
         self._roles: tuple[Role, ...] = ()
         self._loaded: tuple[TargetLoad, ...] = ()
         self._views: tuple[TargetView, ...] = ()
-        self._partners: Mapping[InstanceId, frozenset[InstanceId]] = {}
+        self._partners: Mapping[InstanceId, tuple[int, ...]] = {}
         self.leans = Leans()
 
     def now(self, now_s: float) -> ClusterView:
@@ -47,7 +47,7 @@ class Views:
         return seen if seen.load is load and seen.target is target else TargetView(target, role, load)
 
     def _adopt(self, fleet: Fleet) -> None:
-        self._seen, self._partners = fleet, partners_of(fleet.tested_pairs())
+        self._seen = fleet
         found = [
             (Target(instance.id, rank), instance.role) for instance in fleet.ready() for rank in range(instance.dp_size)
         ]
@@ -56,3 +56,4 @@ class Views:
             self._roles = tuple(role for _, role in found)
             self._views = tuple(TargetView(target, role) for target, role in found)
             self._loaded = ()
+        self._partners = partners_of(fleet.tested_pairs(), self._targets)

@@ -189,7 +189,7 @@ BUSY = TargetLoad(decodes=4, streams=streams(4))
 def test_what_cannot_make_it_is_refused(mean_s, sd_s, waited_s, rejected):
     """By the predicted TTFT, when something is in the way; a prediction that is not sure never refuses anybody."""
     asked = replace(ASKED, waited_s=waited_s)
-    found = check(asked, predicts(LOCAL, mean_s, sd_s), d0=replace(BUSY, prefills_end_s=3.0, prefills=1))
+    found = check(asked, predicts(LOCAL, mean_s, sd_s), d0=BUSY._replace(prefills_end_s=3.0, prefills=1))
     assert isinstance(found, Reject if rejected else Reserved)
     if rejected:
         assert found == Reject(PREFILL_FULL, about(max(1.0, mean_s - 2.0)))
@@ -207,17 +207,17 @@ def test_the_policys_own_chance_counts_before_the_ttft(chance, reject_below, rej
 
 def test_without_a_prediction_nothing_is_refused_early():
     """However much is in the way."""
-    assert isinstance(check(d0=replace(BUSY, prefills_end_s=99.0, prefills=9)), Reserved)
+    assert isinstance(check(d0=BUSY._replace(prefills_end_s=99.0, prefills=9)), Reserved)
 
 
 @pytest.mark.parametrize(
     ("decision", "d0", "p0", "code", "retry_s"),
     [
         (REMOTE, BUSY, TargetLoad(prefills=1, prefills_end_s=3.0), PREFILL_FULL, 2.5),
-        (REMOTE, replace(BUSY, in_bytes=900 * MB), TargetLoad(prefills=1, prefills_end_s=0.8), LINK_FULL, 2.5),
+        (REMOTE, BUSY._replace(in_bytes=900 * MB), TargetLoad(prefills=1, prefills_end_s=0.8), LINK_FULL, 2.5),
         (LOCAL, BUSY, TargetLoad(prefills=1, prefills_end_s=3.0), DECODE_FULL, 2.5),
         # 91 streams make the step 100 ms, which is the objective; 191 make it 200 ms, 10 s late over 100 tokens.
-        (REMOTE, replace(BUSY, streams=streams(191)), TargetLoad(prefills=1, prefills_end_s=3.0), DECODE_FULL, 2.5),
+        (REMOTE, BUSY._replace(streams=streams(191)), TargetLoad(prefills=1, prefills_end_s=3.0), DECODE_FULL, 2.5),
         # There is no room for 6 s: until then no try is worth it.
         (LOCAL, full(0.1, 1.1, streams=streams(51)), IDLE, DECODE_FULL, 6.0),
     ],
@@ -233,7 +233,7 @@ def test_a_retry_is_never_sooner_than_a_second():
     0.141 s beside its prefill."""
     found = check(decision=predicts(LOCAL, 0.2, chance=0.01), d0=BUSY)
     assert found == Reject(DECODE_FULL, 1.0)
-    found = check(decision=predicts(LOCAL, 0.2, chance=0.01), d0=replace(BUSY, streams=streams(141)))
+    found = check(decision=predicts(LOCAL, 0.2, chance=0.01), d0=BUSY._replace(streams=streams(141)))
     assert found.retry_s == about(5.141)
 
 
@@ -255,7 +255,7 @@ LONG = replace(ASKED, prompt_tokens=100_000)  # 10 s to prefill, five times its 
         (ASKED, REMOTE, IDLE, BUSY, True),
         (ASKED, LOCAL, TargetLoad(foreign=1), IDLE, True),
         # A queue will pass, so another try is better, for the long one as well.
-        (LONG, LOCAL, replace(BUSY, prefills=1, prefills_end_s=1.0), IDLE, True),
+        (LONG, LOCAL, BUSY._replace(prefills=1, prefills_end_s=1.0), IDLE, True),
         (LONG, REMOTE, IDLE, TargetLoad(prefills=1, prefills_end_s=1.0), True),
         (LONG, REMOTE, TargetLoad(in_bytes=MB), IDLE, True),
     ],

@@ -61,7 +61,7 @@ def test_a_short_prompt_stays_local():
 
 def test_streams_that_are_broken_already_are_not_protected():
     """They have no objective left to lose."""
-    lost = dataclasses.replace(STREAMS, slack=(0,) * 8, unbroken=0)
+    lost = STREAMS._replace(slack=(0,) * 8, unbroken=0)
     decision = decide(split_view(d0=TargetLoad(decodes=6, streams=lost)), prompt_tokens=6000, slo=PATIENT)
     assert decision.terms["local_lost"] == 0
 
@@ -111,7 +111,7 @@ def test_decode_keeps_away_from_where_prefills_land():
 
 def test_packing_holds_a_further_target_back_for_decoding():
     """Without a price the idle u1 is taken; with one, only when it leans to decoding already."""
-    loads = {"u0": dataclasses.replace(SIX, decodes=6)}
+    loads = {"u0": SIX._replace(decodes=6)}
     packed = dataclasses.replace(pair_view(**loads), leans=Leans(pack=1.5))
     leaning = dataclasses.replace(packed, leans=Leans({target("u1"): 0.5}, pack=1.5))
     assert [decide(v).decode.instance for v in (pair_view(**loads), packed, leaning)] == ["u1", "u0", "u1"]
@@ -175,7 +175,7 @@ def test_the_same_request_and_view_give_the_same_decision():
 def test_many_targets_are_pruned_and_the_best_is_still_found():
     """64 targets, of which one holds the prompt and one alone is idle."""
     names = [f"u{i}" for i in range(64)]
-    full = TargetLoad(prefills=1, prefills_end_s=3.0, decodes=8, streams=dataclasses.replace(STREAMS, running=8))
+    full = TargetLoad(prefills=1, prefills_end_s=3.0, decodes=8, streams=STREAMS._replace(running=8))
     loads: dict[str, Any] = {name: full for name in names if name != "u40"}
     assert decide(view(*names, soft=True, **loads), prompt_tokens=4000).decode == target("u40")
     held = decide(view(*names, soft=True), prompt_tokens=4000, cached_tokens={target("u7"): 3968})
