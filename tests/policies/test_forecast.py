@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_a_decode_target(load, running, step_s, first_step_s):
 )
 def test_a_handoff_waits_for_what_is_in_flight_at_the_busier_end(out_bytes, in_bytes, link_wait_s):
     """Less the 0.11 s that its own prefill takes in the meantime."""
-    loads = {"p0": TargetLoad(out_bytes=out_bytes), "d0": TargetLoad(in_bytes=in_bytes)}
+    loads: Any = {"p0": TargetLoad(out_bytes=out_bytes), "d0": TargetLoad(in_bytes=in_bytes)}
     cluster, asked = view("p0", "d0", **loads), request(prompt_tokens=1000, cached_tokens={target("d0"): 400})
     way = remote_way(
         asked,
