@@ -69,7 +69,8 @@ class Claim:
     link_bytes: float = 0.0
     prefill_tokens: int = 0  # uncached ones, on the target that computes them
     prefill_attention: float = 0.0  # timing.attention of them
-    prefill_s: float = 0.0  # predicted, without what is queued before it
+    prefill_s: float = 0.0  # predicted, without what is queued before it, and
+    prefill_sd_s: float = 0.0  # its standard deviation
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class TargetLoad(NamedTuple):
     """What is going on at a target: this router's leases, and of others what its metrics show.
 
     `prefills_end_s` is on the view's clock: when the prefills placed there will be done; in the past when there are
-    none. `prefill_share` is the part of its time that went into prefills lately, `stalls_per_s` how many
+    none. `prefills_sd_s`: how much of that may be wrong; they are wrong together, so their deviations add up. `prefill_share` is the part of its time that went into prefills lately, `stalls_per_s` how many
     prefills lately were predicted to have a step longer than the configured max-gap objective; both decayed averages.
     """
 
@@ -46,6 +46,7 @@ class TargetLoad(NamedTuple):
     foreign: int = 0  # requests that others have running or waiting there
     prefill_tokens: int = 0  # uncached tokens of the prefills placed there
     prefills_end_s: float = -math.inf
+    prefills_sd_s: float = 0.0
     streams: StreamLoad = StreamLoad()
     kv_capacity_bytes: float = math.inf
     kv_free_bytes: float = math.inf  # what neither a lease nor anybody else's request takes

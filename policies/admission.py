@@ -155,12 +155,13 @@ def _with_prefill(
         return claim
     streams, uncached_tokens = load.streams, request.uncached_tokens(target)
     cached_tokens = request.prompt_tokens - uncached_tokens
-    prefill_s = costs.of(target).prefill_mean_s(uncached_tokens, cached_tokens, streams.running, streams.context_tokens)
+    times = costs.of(target).prefill(uncached_tokens, cached_tokens, streams.running, streams.context_tokens)
     return replace(
         claim,
         prefill_tokens=uncached_tokens,
         prefill_attention=attention(uncached_tokens, cached_tokens),
-        prefill_s=prefill_s,
+        prefill_s=times.whole_s,
+        prefill_sd_s=times.sd_s,
     )
 
 

@@ -78,12 +78,12 @@ def prefill_terms(request: InferenceRequest, view: ClusterView, target: TargetVi
     load, timing = target.load, view.costs.of(target.target)
     prompt_tokens, cached_tokens = request.prompt_tokens or 0, request.cached_tokens.get(target.target, 0)
     uncached_tokens = prompt_tokens - cached_tokens if prompt_tokens > cached_tokens else 0
-    queue_s = load.prefills_end_s - view.now_s
+    queue_s, queue_sd_s = load.prefills_end_s - view.now_s, load.prefills_sd_s
     if queue_s < 0:
-        queue_s = 0.0
+        queue_s = queue_sd_s = 0.0
     streams = load.streams
     times = timing.prefill(uncached_tokens, cached_tokens, streams.running, streams.context_tokens)
-    return PrefillTerms(target, uncached_tokens, queue_s, queue_s * timing.prefill_sd, times)
+    return PrefillTerms(target, uncached_tokens, queue_s, queue_sd_s, times)
 
 
 def decode_terms(request: InferenceRequest, view: ClusterView, target: TargetView) -> DecodeTerms:

@@ -107,6 +107,7 @@ class Loads:
             foreign=leases.foreign,
             prefill_tokens=prefills.tokens,
             prefills_end_s=prefills.end_s(now_s) if len(prefills) else -math.inf,
+            prefills_sd_s=prefills.sd_s,
             streams=streams,
             kv_capacity_bytes=leases.kv_capacity_bytes,
             kv_free_bytes=leases.kv_free_bytes,

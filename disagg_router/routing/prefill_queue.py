@@ -24,11 +24,11 @@ class Beside(NamedTuple):
 class Place:
     """One prefill's place. Times are of its turn: a place that waits has none yet."""
 
-    __slots__ = ("attention", "beside", "clear", "observed", "predicted_s", "started_s", "tokens")
+    __slots__ = ("attention", "beside", "clear", "observed", "predicted_s", "sd_s", "started_s", "tokens")
 
     def __init__(self, claim: Claim, *, observed: bool) -> None:
         self.tokens, self.attention, self.predicted_s = claim.prefill_tokens, claim.prefill_attention, claim.prefill_s
-        self.observed = observed
+        self.sd_s, self.observed = claim.prefill_sd_s, observed
         self.started_s = 0.0
         self.beside = Beside(0.0, 0.0)
         self.clear = False  # whether started_s is when the engine began with it
@@ -83,6 +83,7 @@ class PrefillQueue:
         self._predicted_s = 0.0
         self._unseen = 0
         self.tokens = 0
+        self.sd_s = 0.0
 
     def __len__(self) -> int:
         return len(self._places)
@@ -94,6 +95,7 @@ class PrefillQueue:
         self._unseen += not place.observed
         self._predicted_s += place.predicted_s
         self.tokens += place.tokens
+        self.sd_s += place.sd_s
         if len(self._places) == 1:
             self._start(place, now_s, beside, clear=True)
 
@@ -162,6 +164,7 @@ class PrefillQueue:
     def _drop(self, place: Place) -> None:
         self._places.remove(place)
         self._predicted_s = self._predicted_s - place.predicted_s if self._places else 0.0  # no rounding is left over
+        self.sd_s = self.sd_s - place.sd_s if self._places else 0.0
         self._unseen -= not place.observed
         self.tokens -= place.tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -10,8 +11,9 @@ from disagg_router.errors import (
     ErrorCode,
     NoRoom,
 )
+from disagg_router.model import Path, Slo
 from disagg_router.observability.requests import RequestRecord
-from tests.builders import pair, request, target
+from tests.builders import COSTS, TIMING, pair, request, target
 from tests.fakes.clock import settle
 from tests.routing.router_world import BODY, PATIENT, ROOM, World
 
@@ -105,3 +107,16 @@ async def test_an_answer_that_went_out_whole_teaches_how_long_answers_are():
             routed.stream.count(9, world.clock.now_s())
             routed.complete = complete
     assert world.outputs.told == [(64, 9)]
+
+
+async def test_a_fleet_that_nobody_knows_yet_refuses_nobody():
+    """A chat behind a prompt whose time is a guess: predicted far too late, and served all the same."""
+    world = World("d0", policy="threshold", tokens=9000)
+    world.costs.believed = dataclasses.replace(COSTS, target=dataclasses.replace(TIMING, prefill_sd=1.0))
+    long = asyncio.create_task(world.hold())
+    await settle()
+    world.client.tokens = 20
+    world.client.script["d0"] = []
+    assert (await world.ask(stream=True, slo=Slo(0.1, 1.0, 10.0)))[0].ttft[Path.LOCAL].mean_s > 0.5
+    long.cancel()
+    await asyncio.gather(long, return_exceptions=True)
