@@ -113,10 +113,10 @@ async def test_a_fleet_that_nobody_knows_yet_refuses_nobody():
     """A chat behind a prompt whose time is a guess: predicted far too late, and served all the same."""
     world = World("d0", policy="threshold", tokens=9000)
     world.costs.believed = dataclasses.replace(COSTS, target=dataclasses.replace(TIMING, prefill_sd=1.0))
+    world.client.script["d0"] = [60.0]
     long = asyncio.create_task(world.hold())
     await settle()
     world.client.tokens = 20
-    world.client.script["d0"] = []
     assert (await world.ask(stream=True, slo=Slo(0.1, 1.0, 10.0)))[0].ttft[Path.LOCAL].mean_s > 0.5
     long.cancel()
     await asyncio.gather(long, return_exceptions=True)
