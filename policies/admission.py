@@ -15,14 +15,15 @@ from disagg_router.view import ClusterView, TargetLoad
 LINK_SHARE = 0.5  # of what is left of the TTFT objective may go into moving KV, what is in flight before it included
 UNKNOWN_SD = 0.5  # relative deviation of a prediction from which on it counts as not known
 SOONEST_RETRY_S = 1.0
+GOOD_ALONE = 0.5  # from this chance on a request would have met its objectives but for the others
 
 
 class KvAdmission:
     """Holds a request back until its KV fits, refuses one that cannot be served in time.
 
     `max_wait_s`: room that is predicted to take longer to free is refused at once. `reject_below`: refused is also what
-    has less than this chance to meet its objectives, as long as something that will pass is in its way; None or 0
-    refuses nothing for its objectives.
+    has less than this chance to meet its objectives and would meet them on idle targets; None or 0 refuses nothing for
+    its objectives.
     """
 
     def __init__(self, *, max_wait_s: float = 30.0, reject_below: float | None = 0.1) -> None:
@@ -38,9 +39,9 @@ class KvAdmission:
         return Reject(wait.code, wait.ready_s) if wait.ready_s > self._max_wait_s else wait
 
     def _late(self, asked: _Asked, wait: Wait | None) -> Reject | None:
-        """None when nothing that passes is in its way: then another try would be no better."""
-        by_itself = chance_below(asked.request.slo.ttft_s, asked.alone_s, 0.0) < self._reject_below
-        if wait is None and not asked.queued and (by_itself or not asked.in_company):
+        """None when nothing that passes is in its way: then another try would be no better. Objectives that would not
+        be met on idle targets either refuse nobody: tighter than the hardware, they would shut the service."""
+        if asked.alone_chance < GOOD_ALONE or not (wait or asked.queued or asked.in_company):
             return None
         passing_s = asked.passing_s()
         if wait is not None:
@@ -87,6 +88,14 @@ class _Asked:
         if not self.remote:
             return prefill_s
         return prefill_s + self.link.handoff_s + self.link.transfer_mean_s(claim.link_bytes, 0.0)
+
+    @property
+    def alone_chance(self) -> float:
+        """That it would meet its objectives then."""
+        slo = self.request.slo
+        step_s = self.sink_timing.step_mean_s(1, self.request.prompt_tokens or 0)
+        chance = chance_below(slo.ttft_s, self.alone_s, 0.0) * chance_below(slo.tpot_s, step_s, 0.0)
+        return chance * chance_below(slo.max_gap_s, step_s, 0.0)
 
     @property
     def queued(self) -> bool:

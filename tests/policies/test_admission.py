@@ -254,13 +254,15 @@ LONG = replace(ASKED, prompt_tokens=100_000)  # 10 s to prefill, five times its 
         (ASKED, LOCAL, BUSY, IDLE, True),
         (ASKED, REMOTE, IDLE, BUSY, True),
         (ASKED, LOCAL, TargetLoad(foreign=1), IDLE, True),
-        # A queue will pass, so another try is better, for the long one as well.
-        (LONG, LOCAL, BUSY._replace(prefills=1, prefills_end_s=1.0), IDLE, True),
-        (LONG, REMOTE, IDLE, TargetLoad(prefills=1, prefills_end_s=1.0), True),
-        (LONG, REMOTE, TargetLoad(in_bytes=MB), IDLE, True),
+        # Nor for its length behind others: it would be late without them.
+        (LONG, LOCAL, BUSY._replace(prefills=1, prefills_end_s=1.0), IDLE, False),
+        (LONG, REMOTE, IDLE, TargetLoad(prefills=1, prefills_end_s=1.0), False),
+        (LONG, REMOTE, TargetLoad(in_bytes=MB), IDLE, False),
+        # Or for a TPOT that no idle target keeps.
+        (replace(ASKED, slo=replace(ASKED.slo, tpot_s=0.001)), LOCAL, BUSY, IDLE, False),
     ],
 )
-def test_nobody_is_refused_for_its_own_size_alone(asked, decision, d0, p0, rejected):
-    """Where nothing is before it that will pass, it is served however late it will be: no later try would be better."""
+def test_nobody_is_refused_for_what_idle_targets_would_not_do_either(asked, decision, d0, p0, rejected):
+    """It is served however late it will be: no later try would be better."""
     found = check(asked, predicts(decision, 12.0, 0.6), d0, p0)
     assert isinstance(found, Reject if rejected else (Reserved, Wait))
