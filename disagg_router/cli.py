@@ -37,6 +37,7 @@ from disagg_router.wiring import (
     bind,
     check_command,
     connector_of,
+    down_on_ray,
     fleet_source,
     policy_of,
     run_controller_process,
@@ -96,7 +97,7 @@ def proxy(
     """The router alone, in front of a controller's engines or of vLLM servers that run already."""
     config = load_config(config_file)
     if controller_url is None and config.fleet is None:
-        raise ConfigError(f"{config_file}: fleet is missing: name a controller, a static list or a file")
+        raise ConfigError(f"{config_file}: fleet is missing: name a controller, a static list, a file or kubernetes")
     if controller_url is not None:
         try:
             controller_url = http_url(controller_url)
@@ -122,17 +123,23 @@ def status(
 
 @app.command()
 def down(cluster: ClusterFile, as_json: AsJson = False) -> None:
-    """Stop this host's controller of the cluster file and everything of its that is left."""
+    """Stop this host's controller of the cluster file and everything of its that is left; with RAY_ADDRESS set, on
+    every other node of that Ray as well."""
     name = cluster_id(cluster)  # of the path alone: the file may have become wrong or be gone by now
     report = stop(name, state_folder(name))
-    if as_json:
-        _print_json({"controller_pid": report.controller_pid, "killed": report.killed, "left": report.left})
-    else:
+    if not as_json:
         Console().print(report.sentence(), highlight=False)
-    if report.controller_pid is None and not report.killed and not os.path.exists(cluster):
+    nodes = down_on_ray(name, state_folder(name)) if os.environ.get("RAY_ADDRESS") not in (None, "", "local") else ()
+    if as_json:
+        told = {"controller_pid": report.controller_pid, "killed": report.killed, "left": report.left}
+        _print_json(told | ({"nodes": [dataclasses.asdict(node) for node in nodes]} if nodes else {}))
+    else:
+        for node in nodes:
+            Console().print(f"{node.address}: {node.report.sentence()}", highlight=False)
+    if report.controller_pid is None and not report.killed and not nodes and not os.path.exists(cluster):
         sys.stderr.write(f"there is no file {cluster}: is it the path that was started?\n")
-    if report.left:
-        raise LaunchError(f"processes {list(report.left)} could not be killed: see who owns them")
+    if left := [*report.left, *(pid for node in nodes for pid in node.report.left)]:
+        raise LaunchError(f"processes {left} could not be killed: see who owns them")
 
 
 @app.command("check-config")

@@ -47,6 +47,15 @@ def http_url(value: str) -> str:
     return value.rstrip("/")
 
 
+def equality_selector(value: str) -> str:
+    """A label selector without spaces. Raises ValueError unless it is key=value[,key=value...]: an empty one would
+    match every pod of the namespace."""
+    terms = [term.strip() for term in value.split(",")]
+    if not all(re.fullmatch(r"[\w./-]+={1,2}[\w.-]*", term) for term in terms):
+        raise ValueError(f"{value!r} must look like key=value or key=value,key=value")
+    return ",".join(terms)
+
+
 HttpUrl = Annotated[str, AfterValidator(http_url)]
 
 
@@ -156,12 +165,57 @@ class StaticInstance(_Strict):
     args: dict[str, ArgValue] | None = None
 
 
+Port = Annotated[int, Field(ge=1, le=65535)]
+Name = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9.-]+$")]
+
+
+class KubernetesService(_Strict):
+    """The pods behind a Service. `port`: theirs, by number or by its name in the Service. `args`: StaticInstance's."""
+
+    name: Name
+    # A chart may quote every value: "8000" is the number.
+    port: Annotated[Port | Name, Field(union_mode="left_to_right")]
+    role: Role
+    args: dict[str, ArgValue] | None = None
+
+
+class KubernetesPods(_Strict):
+    """The pods whose labels match `selector`. `args`: StaticInstance's."""
+
+    selector: Annotated[str, AfterValidator(equality_selector)]
+    port: Port
+    role: Role
+    args: dict[str, ArgValue] | None = None
+
+
+class KubernetesConfig(_Strict):
+    """vLLM servers in pods. A `namespace` of None is the router's own. `api` with its files is for a router outside the
+    cluster; inside, the pod's service account says all three."""
+
+    namespace: Name | None = None
+    services: tuple[KubernetesService, ...] = ()
+    pods: tuple[KubernetesPods, ...] = ()
+    api: HttpUrl | None = None
+    token_file: str | None = None
+    ca_file: str | None = None
+    resync_s: Annotated[float, Field(ge=1)] = 60.0  # a change that the watch missed is found out by then
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if not self.services and not self.pods:
+            raise ValueError("names no services and no pods: add at least one")
+        if self.api is None and (self.token_file or self.ca_file):
+            raise ValueError("has a token_file or ca_file but no api: name the API server that they are for")
+        return self
+
+
 class FleetConfig(_Strict):
     """Where a router finds its engines: exactly one of these."""
 
     controller: HttpUrl | None = None
     static: Annotated[list[StaticInstance], Field(min_length=1)] | None = None
     file: str | None = None
+    kubernetes: KubernetesConfig | None = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -294,6 +348,10 @@ def _resolve_paths(config: ClusterConfig, folder: FilePath) -> ClusterConfig:
     fleet = config.fleet
     if fleet is not None and fleet.file is not None:
         fleet = fleet.model_copy(update={"file": _absolute(folder, fleet.file)})
+    if fleet is not None and fleet.kubernetes is not None:
+        named = {key: getattr(fleet.kubernetes, key) for key in ("token_file", "ca_file")}
+        resolved = {key: _absolute(folder, value) for key, value in named.items() if value is not None}
+        fleet = fleet.model_copy(update={"kubernetes": fleet.kubernetes.model_copy(update=resolved)})
     return config.model_copy(update={"model": model, "engine": engine, "fleet": fleet, "router": router})
 
 

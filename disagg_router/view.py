@@ -36,8 +36,9 @@ class TargetLoad(NamedTuple):
     """What is going on at a target: this router's leases, and of others what its metrics show.
 
     `prefills_end_s` is on the view's clock: when the prefills placed there will be done; in the past when there are
-    none. `prefills_sd_s`: how much of that may be wrong; they are wrong together, so their deviations add up. `prefill_share` is the part of its time that went into prefills lately, `stalls_per_s` how many
-    prefills lately were predicted to have a step longer than the configured max-gap objective; both decayed averages.
+    none. `prefills_sd_s`: how much of that may be wrong; they are wrong together, so their deviations add up.
+    `prefill_share` is the part of its time that went into prefills lately, `stalls_per_s` how many prefills lately were
+    predicted to have a step longer than the configured max-gap objective; both decayed averages.
     """
 
     prefills: int = 0

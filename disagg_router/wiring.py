@@ -6,15 +6,19 @@ import asyncio
 import contextlib
 import functools
 import ipaddress
+import random
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from disagg_router.config import ClusterConfig, FleetConfig, StaticInstance
+from disagg_router.config import ClusterConfig, FleetConfig, KubernetesPods, KubernetesService, StaticInstance
 from disagg_router.connectors.compatibility import fingerprint_from_args
 from disagg_router.connectors.registry import build_connector, connector_id
 from disagg_router.controller.cluster import instance_specs
 from disagg_router.controller.run import ControllerParts, run_controller
 from disagg_router.controller.spec import build_command
+from disagg_router.controller.state import NodeReport
 from disagg_router.engines.client import VllmClient
 from disagg_router.errors import ConfigError, UpstreamTimeout
 from disagg_router.interfaces import FleetSource, KVConnector, PathPolicy
@@ -25,6 +29,8 @@ from disagg_router.policies.registry import build_policy
 from disagg_router.proxy.server import run_router
 from disagg_router.router_parts import RouterParts, router_parts
 from disagg_router.routing.clock import MonotonicClock
+from disagg_router.routing.kubernetes_api import KubernetesApi, find_access
+from disagg_router.routing.kubernetes_source import KubernetesSource
 from disagg_router.routing.sources import ControllerSource, FileSource, StaticSource
 
 
@@ -91,10 +97,19 @@ def run_controller_process(config: ClusterConfig, cluster: str, host: str, port:
     asyncio.run(run())
 
 
+def down_on_ray(cluster: str, folder: Path) -> Sequence[NodeReport]:
+    """`down` on every node of the Ray that RAY_ADDRESS names. Raises ConfigError, LaunchError."""
+    from disagg_router.controller.ray_down import down_on_nodes  # noqa: PLC0415 - as above
+
+    return down_on_nodes(cluster, folder)
+
+
 def build_router(config: ClusterConfig, controller_url: str | None = None) -> RouterParts:
     """`controller_url` takes the place of the file's `fleet`. Raises ConfigError."""
     connector = connector_of(config)
     source = fleet_source(config, controller_url, connector)
+    if controller_url is None and config.fleet is not None and config.fleet.kubernetes is not None:
+        find_access(config.fleet.kubernetes)  # not in fleet_source: check-config need not run in the cluster
     return router_parts(config, connector=connector, policy=policy_of(config), source=source)
 
 
@@ -125,7 +140,7 @@ async def run_proxy(
 def fleet_source(config: ClusterConfig, controller_url: str | None, connector: KVConnector) -> FleetSource:
     """Raises ConfigError when two instances of the file's list share a url or an id."""
 
-    def describe(entry: StaticInstance) -> Fingerprint:
+    def describe(entry: StaticInstance | KubernetesPods | KubernetesService) -> Fingerprint:
         if entry.args is None and not config.engine.args:
             return Fingerprint()  # nobody said how it was started
         args = {**config.engine.args, **(entry.args or {})}
@@ -143,6 +158,10 @@ def fleet_source(config: ClusterConfig, controller_url: str | None, connector: K
         return ControllerSource(controller_url or str(fleet.controller), clock)
     if fleet.file is not None:
         return FileSource(fleet.file, describe, clock)
+    if (settings := fleet.kubernetes) is not None:
+        return KubernetesSource(
+            settings, lambda: KubernetesApi(find_access(settings)), describe, clock, random.Random()
+        )
     try:
         return StaticSource(fleet.static or [], describe)
     except ValueError as exc:

@@ -232,7 +232,14 @@ def test_a_good_file_is_exit_code_0(folder):
     assert shown == {"ok": True, "pools": {"prefill": 1, "decode": 1}, "policy": "break_even"}
 
 
-@pytest.mark.parametrize("example", ["local-cpu/cluster.yaml", "ray-job/cluster.yaml", "static-proxy/proxy.yaml"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        *(f"ray-job/{name}.yaml" for name in ("cluster", "several-nodes")),
+        "local-cpu/cluster.yaml",
+        "static-proxy/proxy.yaml",
+    ],
+)
 def test_the_examples_are_good(example, tmp_path):
     """As they stand, where `make setup` has made the model."""
     done = run(tmp_path, "check-config", str(ROOT / "examples" / example))
@@ -305,6 +312,17 @@ def test_down_needs_no_more_than_the_path(folder, text):
     done = run(folder, "down", str(path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "killed 1 process(es) that were left\n", "")
     assert engine.wait() == -signal.SIGKILL
+
+
+def test_down_with_a_ray_that_is_away(folder):
+    """What is here ends first; that other nodes could not be asked is a failure."""
+    path = folder / "cluster.yaml"
+    env = environment(folder) | {"DISAGG_ROUTER_INSTANCE": f"{cluster_id(path)}/decode-0/1"}
+    engine = subprocess.Popen(["sleep", "600"], env=env)
+    done = run(folder, "down", str(path), RAY_ADDRESS="127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (1, "killed 1 process(es) that were left\n")
+    assert engine.wait() == -signal.SIGKILL
+    assert "no Ray 2.60.0 answers at RAY_ADDRESS=127.0.0.1:1" in done.stderr
 
 
 def test_down_of_a_path_that_never_was(folder):

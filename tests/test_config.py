@@ -80,6 +80,24 @@ def test_the_whole_file_as_documented(load, tmp_path):
         ("model: {served_name: t}\nfleet: {controller: null}", "exactly one of controller, static, file"),
         ("model: {served_name: t}\nfleet: {static: null}", "exactly one of controller, static, file"),
         ("model: {served_name: t}\nfleet: {file: null}", "exactly one of controller, static, file"),
+        ("model: {served_name: t}\nfleet: {kubernetes: {}}", "fleet.kubernetes: names no services and no pods"),
+        (
+            "model: {served_name: t}\nfleet: {kubernetes: {services: [{name: d, prot: 80, role: decode}]}}",
+            "unknown key 'fleet.kubernetes.services.0.prot': did you mean 'port'",
+        ),
+        (
+            "model: {served_name: t}\nfleet: {kubernetes: {pods: [{selector: '', port: 80, role: decode}]}}",
+            "selector: '' must look like key=value",
+        ),
+        (
+            "model: {served_name: t}\nfleet: {kubernetes: {pods: [{selector: a=b, port: http, role: decode}]}}",
+            "fleet.kubernetes.pods.0.port: input should be a valid integer",
+        ),
+        (
+            "model: {served_name: t}\n"
+            "fleet: {kubernetes: {token_file: t, pods: [{selector: a=b, port: 1, role: decode}]}}",
+            "has a token_file or ca_file but no api",
+        ),
         ("model: {served_name: t}\nrouter: {admin_token: ''}", "router.admin_token: string should have at least 1"),
         ("model: {served_name: t}\nmodel: {served_name: u}", "the key 'model' stands twice"),
         ("model: {served_name: t}\nlimits: {idle_s: -1}", "limits.idle_s"),
@@ -188,6 +206,18 @@ def test_a_prefill_pool_alone_cannot_be_launched(load, tmp_path):
 def test_the_documented_file_can_be_launched(load, tmp_path):
     """No complaint about a good one."""
     launchable(load, tmp_path)
+
+
+def test_a_kubernetes_fleet(load, tmp_path):
+    """A quoted port is its number, a selector loses its spaces, files start at the config's folder."""
+    fleet = load(
+        "model: {served_name: t}\nfleet: {kubernetes: {api: 'https://k:6443', token_file: token, services: "
+        "[{name: d, port: '8000', role: decode, args: {}}, {name: p, port: http, role: prefill}], "
+        "pods: [{selector: 'a=b, c.io/d=e', port: 8000, role: unified}]}}"
+    ).fleet.kubernetes
+    assert [service.port for service in fleet.services] == [8000, "http"]
+    assert fleet.pods[0].selector == "a=b,c.io/d=e"
+    assert (fleet.token_file, fleet.ca_file, fleet.namespace) == (str(tmp_path / "token"), None, None)
 
 
 def test_a_cluster_is_named_by_its_file(tmp_path, monkeypatch):

@@ -17,9 +17,9 @@ from disagg_router.bench import command
 from disagg_router.bench.decision_world import Size, World
 from disagg_router.bench.figures import nearest_rank
 from disagg_router.interfaces import AdmissionPolicy, PathPolicy
+from disagg_router.memory import spare_collections
 from disagg_router.policies.admission import KvAdmission
 from disagg_router.policies.registry import build_policy
-from disagg_router.proxy.server import spare_collections
 from disagg_router.routing.token_hashes import chain
 
 POLICY = "break_even"

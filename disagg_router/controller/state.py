@@ -127,6 +127,14 @@ class DownReport:
         return "; ".join(said)
 
 
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What `down` did on one node of a Ray; `address` is the node's there."""
+
+    address: str
+    report: DownReport
+
+
 def down(cluster: str, folder: Path, limit_s: float = _STOP_LIMIT_S) -> DownReport:
     """Stop this host's controller of the cluster, then kill what the marker proves to be the cluster's."""
     record = read_record(folder)

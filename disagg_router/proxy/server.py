@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Coroutine
 from typing import Any
 
 from disagg_router.listening import CUT_S, Listener, until_signalled
+from disagg_router.memory import spare_collections
 from disagg_router.routing.router import Router
 
 log = logging.getLogger(__name__)
-
-GC_THRESHOLDS = 10_000, 20, 1000
-
-
-def spare_collections() -> None:
-    """Nearly everything here goes by its reference count. A whole collection walks a prefix index of a million blocks,
-    which takes about a second of every stream: it comes a thousand times more seldom than Python would have it."""
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
 
 
 async def run_router(
