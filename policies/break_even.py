@@ -3,6 +3,7 @@ one's and those of the streams that it would disturb."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from disagg_router.policies.harm import (
 from disagg_router.view import ClusterView, TargetView, cached_elsewhere_tokens
 
 FEW = 8  # so many decode targets are all costed, with so many prefills for each; of more than these
-DECODES = 6  # the candidates are pruned to so many before they are costed,
+DECODES = 5  # the candidates are pruned to so many before they are costed,
 PREFILLS_EACH = 2  # and to so many prefills for each of them
 TTFT_PRICE = 0.05  # per TTFT objective used up: between ways that all meet it the earlier first token wins
 HANDOFF_PRICE = 0.02  # what a handoff costs besides time: KV pinned on two sides, and more that can fail
@@ -170,18 +171,21 @@ def _pruned_decodes(
     """Those that hold most of the prompt, those in use that still have room (packing), and those with least to do."""
     if len(decodes) <= FEW:
         return decodes
-    need_bytes = (request.prompt_tokens or 0) * view.costs.kv_bytes_per_token
-    by_work = sorted(
-        (t.load.prefills + t.load.decodes, place)
-        for place, t in enumerate(decodes)
-        if t.load.kv_free_bytes > need_bytes
-    )
-    free = [decodes[place] for _, place in by_work] or decodes
-    cached = request.cached_tokens
-    holding = sorted((t for t in free if t.target in cached), key=lambda t: -cached[t.target]) if cached else []
-    in_use = [t for t in free if t.load.streams.running]
-    kept = {t.target: t for t in [*holding[:2], *in_use[: DECODES // 2], *free[:DECODES]]}
-    return list(kept.values())[:DECODES]
+    cached, need_bytes = request.cached_tokens, (request.prompt_tokens or 0) * view.costs.kv_bytes_per_token
+    by_work: list[tuple[int, int]] = []
+    holding: list[tuple[int, int]] = []
+    for place, t in enumerate(decodes):
+        load = t.load
+        if load.kv_free_bytes > need_bytes:
+            by_work.append((load.prefills + load.decodes, place))
+            if cached and t.target in cached:
+                holding.append((-cached[t.target], place))
+    by_work.sort()
+    in_use = itertools.islice((place for _, place in by_work if decodes[place].load.streams.running), DECODES // 2)
+    kept = dict.fromkeys([place for _, place in sorted(holding)[:2]])
+    kept.update(dict.fromkeys(in_use))
+    kept.update(dict.fromkeys(place for _, place in by_work[:DECODES]))
+    return [decodes[place] for place in itertools.islice(kept, DECODES)] or decodes[:DECODES]
 
 
 def _first(scored: list[_Scored], request: InferenceRequest) -> _Scored:

@@ -17,7 +17,7 @@ from disagg_router.timing import CostSnapshot, attention
 from disagg_router.view import ClusterView
 
 STEP_S = 0.005  # between decisions: 200 a second
-CHANGES = 3  # requests that end, and others that begin, between two decisions
+CHANGES = 1  # requests that end, and others that begin, between two decisions: each decision begins one
 PER_TARGET = 16  # requests, on average
 IDLE = 0.25  # of the targets
 PREFILLS = 0.1  # of the requests are still being prefilled
