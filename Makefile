@@ -1,13 +1,14 @@
 bin := .venv/bin
-sources := disagg_router connectors policies examples tests .ci
+sources := disagg_router connectors policies examples helm tests .ci
 
-.PHONY: help setup demo test test-long bench-mixed bench-decision lint format clean
+.PHONY: help setup demo test test-long test-helm bench-mixed bench-decision lint format clean
 
 help:
 	@echo "make setup    .venv with everything pinned, and the tiny model in ./model"
 	@echo "make demo     1 prefill + 1 decode + the router on this machine's CPU, two requests, a comparison"
 	@echo "make test     lint, then all tests, those on real engines included"
 	@echo "make test-long  what takes minutes more: every death case on a Ray with stand-ins for the engines"
+	@echo "make test-helm  the chart, the image's build file and their examples, rendered and checked with the real helm"
 	@echo "make bench-mixed  half an hour: break_even against the other policies, on four engines on this machine's CPU"
 	@echo "make bench-decision  the CPU time of one decision, part by part"
 	@echo "make lint     ruff, mypy, pyright"
@@ -21,10 +22,13 @@ demo: setup
 	@$(bin)/python examples/local-cpu/demo.py
 
 test: lint
-	@$(bin)/pytest -m "not long"
+	@$(bin)/pytest -m "not long and not helm"
 
 test-long: setup
 	@$(bin)/pytest -m long
+
+test-helm: setup
+	@$(bin)/pytest tests/helm -m "not long"
 
 bench-mixed: setup
 	@$(bin)/python -m disagg_router.bench.mixed
@@ -44,4 +48,4 @@ format: setup
 
 clean:
 	rm -rf .venv model .state build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
-	find disagg_router connectors policies examples tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +
+	find disagg_router connectors policies examples helm tests .ci -name __pycache__ -type d -prune -exec rm -rf {} +

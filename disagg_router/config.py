@@ -30,6 +30,7 @@ from pydantic import (
 from disagg_router.errors import ConfigError
 from disagg_router.model import Role, Slo
 
+ADMIN_TOKEN_VARIABLE = "DISAGG_ROUTER_ADMIN_TOKEN"  # the router's, where its file has none, and what `status` sends
 ArgValue = str | int | float | bool | list[str | int | float] | dict[str, Any] | None
 
 
@@ -81,6 +82,7 @@ class EngineConfig(_Strict):
     args: dict[str, ArgValue] = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)
     start_limit_s: PositiveFloat = 1800
+    placement_limit_s: PositiveFloat = 60  # until Ray has a node for an instance; where nodes come late, make it longer
     stop_grace_s: PositiveFloat = 5
 
 
@@ -240,8 +242,9 @@ class ClusterConfig(_Strict):
         return self.router.slo.to_slo()
 
 
-def load_config(path: str | os.PathLike[str]) -> ClusterConfig:
-    """Read and check a cluster file. Relative paths in it start at the file's folder.
+def load_config(path: str | os.PathLike[str], environ: Mapping[str, str] = os.environ) -> ClusterConfig:
+    """Read and check a cluster file. Relative paths in it start at the file's folder. The admin token may stand in the
+    environment instead, so that the file holds no secret.
 
     Raises ConfigError.
     """
@@ -262,6 +265,9 @@ def load_config(path: str | os.PathLike[str]) -> ClusterConfig:
         config = ClusterConfig.model_validate(data)
     except ValidationError as exc:
         raise ConfigError(f"{file}: {_one_sentence(exc)}") from exc
+    token = environ.get(ADMIN_TOKEN_VARIABLE)
+    if token and config.router.admin_token is None:
+        config = config.model_copy(update={"router": config.router.model_copy(update={"admin_token": token})})
     return _resolve_paths(config, file.resolve().parent)
 
 

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from disagg_router.config import ClusterConfig, FleetConfig, KubernetesPods, KubernetesService, StaticInstance
+from disagg_router.config import (
+    ADMIN_TOKEN_VARIABLE,
+    ClusterConfig,
+    FleetConfig,
+    KubernetesPods,
+    KubernetesService,
+    StaticInstance,
+)
 from disagg_router.connectors.compatibility import fingerprint_from_args
 from disagg_router.connectors.registry import build_connector, connector_id
 from disagg_router.controller.cluster import instance_specs
@@ -83,7 +90,9 @@ def run_controller_process(config: ClusterConfig, cluster: str, host: str, port:
 
         build = functools.partial(build_command, connector=connector)
         parts = ControllerParts(
-            connect=lambda cluster, count, settings: RayLauncher(RaySession.connect(cluster, count), build, settings),
+            connect=lambda cluster, count, settings: RayLauncher(
+                RaySession.connect(cluster, count), build, settings, config.engine.placement_limit_s
+            ),
             build=build,
             healthy=healthy,
             fingerprint=functools.partial(fingerprint_of_spec, connector=connector),
@@ -116,7 +125,9 @@ def build_router(config: ClusterConfig, controller_url: str | None = None) -> Ro
 def bind(config: ClusterConfig, at: Addresses) -> tuple[socket.socket, socket.socket]:
     """The public and the admin socket. Raises ConfigError."""
     if config.router.admin_token is None and not _is_loopback(at.admin_host):
-        raise ConfigError(f"--admin-host {at.admin_host} is not loopback: set router.admin_token first")
+        raise ConfigError(
+            f"--admin-host {at.admin_host} is not loopback: set router.admin_token or {ADMIN_TOKEN_VARIABLE} first"
+        )
     public = listen(at.host, at.port, "--port")
     try:
         return public, listen(at.admin_host, at.admin_port, "--admin-port")

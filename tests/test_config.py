@@ -232,3 +232,15 @@ def test_a_cluster_is_named_by_its_file(tmp_path, monkeypatch):
 def test_roles_are_the_only_pools():
     """The role's name is the pool's name."""
     assert [role.value for role in Role] == ["prefill", "decode", "unified"]
+
+
+@pytest.mark.parametrize(
+    ("in_file", "in_environment", "in_force"),
+    [(None, "e", "e"), ("f", "e", "f"), ("f", "", "f"), (None, "", None)],
+)
+def test_the_admin_token_may_stand_in_the_environment(tmp_path, in_file, in_environment, in_force):
+    """A ConfigMap is for everybody to read; what the file says goes first."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"model: {{served_name: m}}\nrouter: {{admin_token: {in_file or 'null'}}}\n", encoding="utf-8")
+    config = load_config(file, {"DISAGG_ROUTER_ADMIN_TOKEN": in_environment})
+    assert config.router.admin_token == in_force
