@@ -123,7 +123,7 @@ async def test_a_round_keeps_its_chats_going_and_sends_every_long_prompt(engine)
 
 async def test_the_round_waits_for_its_long_prompts_with_the_chats_going_on(engine):
     """So that putting a long prompt off to the end is no way to an easier load."""
-    engine.script(Script(), Script(), *[Script(event_delay_s=0.02)] * 20)
+    engine.script(Script(), Script(), *[Script(event_delay_s=0.005)] * 100)
     plan = RoundPlan(round_s=0.1, drain_s=5, arrivals_s=(0.09,))
     log = await run_round(endpoint(engine), LOAD, plan, random.Random(1))
     (long,) = log.longs

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "disagg_router"]
 START_LIMIT_S = 240
 PULLED = "vllm:prompt_tokens_by_source_total", "external_kv_transfer"
+SOURCES = "local_compute", "local_cache_hit", "external_kv_transfer"
 MARKER = b"DISAGG_ROUTER_INSTANCE="
 
 
@@ -42,10 +43,15 @@ class Serving:
         return cluster_id(self.folder / "cluster.yaml")
 
     def status(self) -> dict[str, Any]:
-        return httpx.get(f"{self.admin_url}/status", timeout=10, trust_env=False).json()
+        return get(f"{self.admin_url}/status").json()
 
     def instance(self, role: str) -> dict[str, Any]:
         return next(one for one in self.status()["instances"] if one["role"] == role)
+
+    def prompt_tokens(self, instance: str) -> dict[str, float]:
+        """How that engine came by the prompt tokens it has had, by its own counters."""
+        url = next(one["url"] for one in self.status()["instances"] if one["id"] == instance)
+        return {source: engine_counter(url, PULLED[0], source=source) for source in SOURCES}
 
     def pulled_tokens(self) -> float:
         """Prompt tokens whose KV the decode engine got from another, by its own counter."""
@@ -86,8 +92,13 @@ def all_tested(status: dict[str, Any]) -> bool:
     return ready and bool(status["pairs"]) and len(status["instances"]) > 1
 
 
+def get(url: str) -> httpx.Response:
+    """Without reading the authorities' certificates, which takes 50 ms of CPU that the engines need."""
+    return httpx.get(url, timeout=10, trust_env=False, verify=False)
+
+
 def engine_counter(url: str, name: str, **labels: str) -> float:
-    text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
+    text = get(f"{url}/metrics").text
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
@@ -109,12 +120,65 @@ def start(folder: Path, config: str, *, tested: bool = True) -> Serving:
     return serving
 
 
+@contextmanager
+def running(folder: Path, config: str) -> Iterator[Serving]:
+    """A cluster of one's own, which ends well and leaves nothing."""
+    serving = start(folder, config)
+    try:
+        yield serving
+    finally:
+        with nothing_left_of(serving.cluster):
+            assert serving.stop() == 0, serving.stderr()[-4000:]
+
+
+@contextmanager
+def proxying(folder: Path, config: str) -> Iterator[Serving]:
+    """A router alone, once it has tested every pair of the engines that `config` names."""
+    (folder / "cluster.yaml").write_text(config, encoding="utf-8")
+    port, admin_port = free_port(), free_port()
+    command = [*COMMAND, "proxy", str(folder / "cluster.yaml"), "--port", str(port), "--admin-port", str(admin_port)]
+    with open(folder / "stderr", "wb") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    serving = Serving(folder, process, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}")
+    try:
+        until_settled(serving.admin_url, 60)
+        yield serving
+    finally:
+        assert serving.stop() == 0, serving.stderr()[-4000:]
+
+
+def until_settled(admin_url: str, limit_s: float, instances: int = 2) -> dict[str, Any]:
+    """The router's status once every pair of that many instances has had its test."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            status = get(f"{admin_url}/status").json()
+            ready = sum(one["state"] == "ready" for one in status["instances"])
+            if ready == instances and status["settled"]:
+                return status
+        except httpx.TransportError:
+            status = {}
+        assert time.monotonic() < deadline, status
+        time.sleep(0.2)
+
+
 def free_port() -> int:
     """Below the ephemeral range, where an outgoing connection could take it, and above what engines are given.
 
     Leased until the test process ends, so that nobody gets it twice.
     """
     return PortAllocator(random.Random(), 30000, 32767).lease(1).ports[0]
+
+
+def cluster_config(engines: str, router: str = "", args: str = "max-model-len: 8192, block-size: 32") -> str:
+    """As in the example but for `engines` (pools, or a fleet), and with what `router` says in place of its policy."""
+    return f"""
+model: {{path: {ROOT / "model"}, served_name: tiny}}
+engine: {{device: cpu, args: {{{args}}}, start_limit_s: 300}}
+connector: {{name: nixl, kv_load_failure_policy: recompute, lease_s: 30}}
+{engines}
+router: {{{router}}}
+"""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -142,6 +206,12 @@ def _environments() -> Iterator[tuple[int, bytes]]:
                 yield int(entry), Path(f"/proc/{entry}/environ").read_bytes()
             except OSError:
                 continue
+
+
+def engine_processes(cluster: str, instance: str) -> list[int]:
+    """vLLM's own, of one instance; its supervisor is none of them."""
+    lines = {pid: command_line(pid) for pid in marked(f"{cluster}/{instance}")}
+    return [pid for pid, line in lines.items() if "supervisor" not in line and "vllm" in line.lower()]
 
 
 def alive(pids: Iterable[int]) -> list[int]:

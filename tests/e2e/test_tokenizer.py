@@ -67,7 +67,7 @@ def test_a_shape_has_the_prompt_that_the_engine_generates_from(cluster, tokenize
     async def ours() -> list[int]:
         prompt = await tokenizer.prompt(SHAPES[name])
         assert prompt is not None
-        return await tokenizer.ids(prompt)
+        return list(await tokenizer.ids(prompt))
 
     assert asyncio.run(ours()) == theirs
 

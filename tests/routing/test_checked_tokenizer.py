@@ -41,7 +41,7 @@ class World:
         prompt = await self.tokenizer.prompt(body)
         assert prompt is not None
         ids = await self.tokenizer.ids(prompt)
-        return [*ids, 7] if kind in self.wrong else ids
+        return [*ids, 7] if kind in self.wrong else [*ids]
 
     async def see(self, *instances):
         self.checked.update({i.id: i for i in instances}, self.group)

@@ -84,9 +84,9 @@ def test_every_process_makes_the_same_keys():
 
 
 def test_keys_do_not_collide():
-    """Over 300,000 blocks that differ as little as blocks can: in one token, by one."""
-    keys = {key for first in range(75_000) for key in chain([first, *PROMPT[1:]], BLOCK)}
-    assert len(keys) == 300_000
+    """Over 80,000 blocks that differ as little as blocks can: in one token, by one."""
+    keys = {key for first in range(20_000) for key in chain([first, *PROMPT[1:]], BLOCK)}
+    assert len(keys) == 80_000
 
 
 # --- events -------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_ranks_of_one_instance_are_targets_of_their_own():
 
 @pytest.mark.parametrize("max_entries", [10_000, 60])
 def test_what_is_believed_is_what_was_told(max_entries):
-    """20,000 random events on a small world, in any order an engine might send: equal to a plain model of it.
+    """10,000 random events on a small world, in any order an engine might send: equal to a plain model of it.
 
     And never more than that where room is short.
     """
@@ -238,17 +238,20 @@ def test_what_is_believed_is_what_was_told(max_entries):
     targets = [P0, D0, Target(InstanceId("d1"))]
     words = [[n * 4, n * 4 + 1, n * 4 + 2, n * 4 + 3] for n in range(3)]
     of, truth = index(max_entries), Counter()
-    for turn in range(20_000):
+
+    def known(target, path):
+        return any(truth[target, tier, path] for tier in ("GPU", "CPU"))
+
+    for turn in range(10_000):
         target, medium = rng.choice(targets), rng.choice(["GPU", "GPU", "CPU"])
         path = tuple(rng.randrange(3) for _ in range(rng.randrange(1, 5)))
         last = words[path[-1]]
-        known = {p for t, m, p in truth if t == target and truth[t, m, p]}
         action = rng.random()
         if action < 0.001:
             of.forget(target)
             truth = Counter({key: n for key, n in truth.items() if key[0] != target})
         elif action < 0.5:
-            if (len(path) == 1 or path[:-1] in known) and (medium == "GPU" or path in known):
+            if (len(path) == 1 or known(target, path[:-1])) and (medium == "GPU" or known(target, path)):
                 of.stored(target, [repr(path).encode()], repr(path[:-1]).encode() if len(path) > 1 else None,
                           last, 4, medium=medium, **FULL)  # fmt: skip
                 truth[target, medium, path] += 1 if medium == "GPU" else 1 - truth[target, medium, path]
@@ -263,7 +266,7 @@ def test_what_is_believed_is_what_was_told(max_entries):
                     gpu += 1
                 while gpu + host < len(path) and truth[each, "CPU", path[: gpu + host + 1]]:
                     host += 1
-                while whole < len(path) and any(truth[each, tier, path[: whole + 1]] for tier in ("GPU", "CPU")):
+                while whole < len(path) and known(each, path[: whole + 1]):
                     whole += 1
                 gpu_tokens, host_tokens = found.get(each, (0, 0))
                 if max_entries == 60:
@@ -350,7 +353,7 @@ def test_what_a_lookup_costs():
     for target, depth in depths.items():
         of.stored(target, names[:depth], None, prompt[: depth * 16], 16, **FULL)
     hashing_s, lookup_s, found = [], [], {}
-    for _ in range(100):
+    for _ in range(21):
         began_s = time.perf_counter()
         keys = chain(prompt, 16)
         hashed_s = time.perf_counter()
@@ -358,7 +361,7 @@ def test_what_a_lookup_costs():
         hashing_s.append(hashed_s - began_s)
         lookup_s.append(time.perf_counter() - hashed_s)
     assert {target: each.gpu_tokens for target, each in found.items()} == {t: d * 16 for t, d in depths.items()}
-    print(f"\n2,048 keys {sorted(hashing_s)[50] * 1e6:.0f} us, lookup {sorted(lookup_s)[50] * 1e6:.0f} us (medians)")
+    print(f"\n2,048 keys {sorted(hashing_s)[10] * 1e6:.0f} us, lookup {sorted(lookup_s)[10] * 1e6:.0f} us (medians)")
     assert set(of.stats().dropped) == set(Dropped)
 
 
