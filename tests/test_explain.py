@@ -101,7 +101,7 @@ def test_nothing_to_explain(tmp_path, inside, content, says):
             Reserved(Claim(decode_kv_bytes=5e6, prefill_kv_bytes=4e6, link_bytes=3e6, prefill_tokens=936)),
             {
                 "verdict": "admitted", "decode_kv_bytes": 5e6, "prefill_kv_bytes": 4e6, "link_bytes": 3e6,
-                "prefill_tokens": 936, "prefill_attention": 0.0, "prefill_s": 0.0,
+                "prefill_tokens": 936, "prefill_attention": 0.0, "prefill_s": 0.0, "prefill_sd_s": 0.0,
             },
         ),
         (Wait(ErrorCode.DECODE_FULL, ready_s=12.5), {"verdict": "wait", "code": "decode_full", "ready_s": 12.5}),
