@@ -37,13 +37,43 @@ def via() -> Iterator[httpx.Client]:
         yield made
 
 
-def long_prompts(via: httpx.Client, url: str, rng: random.Random, count: int) -> list[Answer]:
-    """One after the other, with a pause between them in which the streams go on alone."""
-    answers = []
-    for _ in range(count):
-        answers.append(ask(via, url, completion(rng, 6000, 16), {"x-slo-ttft-ms": "15000"}))
-        time.sleep(0.5)
-    return answers
+class Objectives:
+    """Of the streams, from what the router predicts while long prompts come: a machine that others use is slower, and
+    a stream whose objective is out of reach is not worth protecting.
+
+    A pause may be `pause_allowed` times the one that a long prompt among the streams would make, and at least
+    `least_pause_s`.
+    """
+
+    def __init__(self, served: Serving, via: httpx.Client, pause_allowed: float, least_pause_s: float = 0.0) -> None:
+        self._served, self._via = served, via
+        self._pause_allowed, self._least_pause_s = pause_allowed, least_pause_s
+        self._pauses_s: deque[float] = deque([1.0], maxlen=9)
+        self._step_s = 0.0
+
+    def headers(self) -> Mapping[str, str]:
+        gap_s = max(self._least_pause_s, self._pause_allowed * statistics.median(self._pauses_s))
+        tpot_s = max(0.025, 3 * self._step_s)
+        return {"x-slo-max-gap-ms": f"{1000 * gap_s:.0f}", "x-slo-tpot-ms": f"{1000 * tpot_s:.0f}"}
+
+    def look(self, body: dict, headers: Mapping[str, str]) -> None:
+        terms = self._via.post(f"{self._served.admin_url}/debug/route", json=body, headers=headers).json()["terms"]
+        self._step_s = terms["local_step_s"]
+        if terms["local_pause_s"] > 0:  # 0: its best local way is where no stream runs
+            self._pauses_s.append(terms["local_pause_s"])
+
+
+def long_prompt(
+    served: Serving, via: httpx.Client, objectives: Objectives, rng: random.Random, ttft_s: float, output_tokens: int
+) -> Answer:
+    """Then a pause, in which the streams go on alone."""
+    body = completion(rng, 6000, output_tokens)
+    headers = {"x-slo-ttft-ms": f"{1000 * ttft_s:.0f}", "x-slo-max-gap-ms": "1000", "x-slo-tpot-ms": "100"}
+    objectives.look(body, headers)
+    answer = ask(via, served.url, body, headers)
+    assert answer.status == 200, answer
+    time.sleep(0.3)
+    return answer
 
 
 def expected_tokens(answers: list[Answer]) -> dict[str, Counter[str]]:
@@ -59,14 +89,18 @@ def expected_tokens(answers: list[Answer]) -> dict[str, Counter[str]]:
 
 def test_long_prompts_go_elsewhere_while_streams_run_and_short_ones_stay(served, via, measured):
     """By the response headers, and by the engines' own counts of what they computed and what they pulled."""
-    rng = random.Random(1)
-    with chats(served.url, 6) as warm_up:
+    rng, objectives = random.Random(1), Objectives(served, via, 0.75, least_pause_s=0.1)
+
+    def long_prompts(count: int) -> list[Answer]:
+        return [long_prompt(served, via, objectives, rng, 15.0, 16) for _ in range(count)]
+
+    with chats(served.url, 6, headers=objectives.headers) as warm_up:
         until_more(warm_up, 18)
-        long_prompts(via, served.url, rng, 3)
+        long_prompts(10)
     before = {instance: served.prompt_tokens(instance) for instance in INSTANCES}
-    with chats(served.url, 6) as short:
+    with chats(served.url, 6, headers=objectives.headers) as short:
         until_more(short, 6)
-        long = long_prompts(via, served.url, rng, 8)
+        long = long_prompts(8)
     assert {answer.status for answer in short + long} == {200}
     paths = Counter(answer.path for answer in short)
     measured.append(f"beside 6 streams: {len(long)} long prompts; short ones by path: {dict(paths)}")
@@ -113,52 +147,25 @@ def slowed(pids: list[int]) -> Iterator[None]:
         thread.join()
 
 
-class Traffic:
-    """Long prompts one at a time; the streams' objective follows what the router predicts, as long as this is used."""
-
-    def __init__(self, served: Serving, via: httpx.Client) -> None:
-        self._served, self._via, self._rng = served, via, random.Random(2)
-        self._pauses_s: deque[float] = deque([1.0], maxlen=9)
-        self.ttft_s = 15.0
-
-    def stream_headers(self) -> Mapping[str, str]:
-        gap_ms = 1000 * PAUSE_ALLOWED * statistics.median(self._pauses_s)
-        return {"x-slo-max-gap-ms": f"{gap_ms:.0f}", "x-slo-tpot-ms": "100"}
-
-    def long_prompt(self) -> Answer:
-        body = completion(self._rng, 6000, 2)
-        headers = {"x-slo-ttft-ms": f"{1000 * self.ttft_s:.0f}", "x-slo-max-gap-ms": "1000", "x-slo-tpot-ms": "100"}
-        self._look(body, headers)
-        answer = ask(self._via, self._served.url, body, headers)
-        assert answer.status == 200, answer
-        time.sleep(0.3)
-        return answer
-
-    def _look(self, body: dict, headers: Mapping[str, str]) -> None:
-        terms = self._via.post(f"{self._served.admin_url}/debug/route", json=body, headers=headers).json()["terms"]
-        if terms["local_pause_s"] > 0:  # 0: its best local way is where no stream runs
-            self._pauses_s.append(terms["local_pause_s"])
-
-
 @pytest.mark.timeout(420)
 def test_a_slowed_prefill_is_left_alone_and_comes_back(served, via, measured):
     """SIGSTOP pulses: given up within 5 requests, used again within 300 requests or 60 s of its recovery."""
-    traffic = Traffic(served, via)
-    with chats(served.url, 3, output_tokens=200, headers=traffic.stream_headers) as answers:
+    rng, objectives, ttft_s = random.Random(2), Objectives(served, via, PAUSE_ALLOWED), 15.0
+    with chats(served.url, 3, output_tokens=200, headers=objectives.headers) as answers:
         until_more(answers, 6)
-        warm_up = [traffic.long_prompt() for _ in range(10)]
-        traffic.ttft_s = TTFT_ALLOWED * statistics.median(one.ttft_s for one in warm_up if one.prefill)
+        warm_up = [long_prompt(served, via, objectives, rng, ttft_s, 2) for _ in range(10)]
+        ttft_s = TTFT_ALLOWED * statistics.median(one.ttft_s for one in warm_up if one.prefill)
         until_more(answers, 6)
-        healthy = [traffic.long_prompt() for _ in range(10)]
+        healthy = [long_prompt(served, via, objectives, rng, ttft_s, 2) for _ in range(10)]
         assert sum(one.used("prefill-0") for one in healthy) >= 8, healthy
         with slowed(engine_processes(served.cluster, "prefill-0")):
-            slow = [traffic.long_prompt() for _ in range(15)]
+            slow = [long_prompt(served, via, objectives, rng, ttft_s, 2) for _ in range(15)]
         used = [i for i, one in enumerate(slow, 1) if one.used("prefill-0")]
         measured.append(f"prefill slowed by SIGSTOP: used by requests {used} of the next {len(slow)}")
         assert sum(i > TURNS_AWAY_REQUESTS for i in used) <= 2  # doubt grows with time, and it is tried again
         recovered_s, count, last = time.monotonic(), 0, deque([False], maxlen=5)
         while sum(last) < 3:
-            last.append(traffic.long_prompt().used("prefill-0"))
+            last.append(long_prompt(served, via, objectives, rng, ttft_s, 2).used("prefill-0"))
             count += 1
             assert count <= BACK_REQUESTS or time.monotonic() - recovered_s <= BACK_S
         back_s = time.monotonic() - recovered_s
