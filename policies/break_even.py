@@ -169,14 +169,15 @@ def _pruned_decodes(
     request: InferenceRequest, view: ClusterView, decodes: Sequence[TargetView]
 ) -> Sequence[TargetView]:
     """Those that hold most of the prompt, those in use that still have room (packing), and those with least to do."""
+    need_bytes = ((request.prompt_tokens or 0) + request.output_tokens) * view.costs.kv_bytes_per_token
     if len(decodes) <= FEW:
-        return decodes
-    cached, need_bytes = request.cached_tokens, (request.prompt_tokens or 0) * view.costs.kv_bytes_per_token
+        return [t for t in decodes if t.load.kv_free_bytes >= need_bytes] or decodes
+    cached = request.cached_tokens
     by_work: list[tuple[int, int]] = []
     holding: list[tuple[int, int]] = []
     for place, t in enumerate(decodes):
         load = t.load
-        if load.kv_free_bytes > need_bytes:
+        if load.kv_free_bytes >= need_bytes:
             by_work.append((load.prefills + load.decodes, place))
             if cached and t.target in cached:
                 holding.append((-cached[t.target], place))

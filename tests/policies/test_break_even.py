@@ -180,3 +180,10 @@ def test_many_targets_are_pruned_and_the_best_is_still_found():
     assert decide(view(*names, soft=True, **loads), prompt_tokens=4000).decode == target("u40")
     held = decide(view(*names, soft=True), prompt_tokens=4000, cached_tokens={target("u7"): 3968})
     assert held.decode == target("u7")
+
+
+def test_a_target_without_room_is_no_candidate_while_another_has_some():
+    """u0 is idle and full, u1 works and has room. All full: it is taken as before, and has to wait."""
+    full, works = TargetLoad(kv_free_bytes=1000.0), SIX._replace(kv_free_bytes=1e9)
+    assert decide(pair_view(u0=full, u1=works)).decode == target("u1")
+    assert decide(pair_view(u0=full, u1=SIX._replace(kv_free_bytes=1000.0))).decode == target("u0")
