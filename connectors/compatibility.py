@@ -27,6 +27,11 @@ _EQUAL_FIELDS = (
 )
 
 
+def argument_name(spelt: str) -> str:
+    """vLLM takes an argument with or without dashes in front, and with dashes or underscores in it."""
+    return spelt.lstrip("-").replace("_", "-")
+
+
 def fingerprint_from_args(
     args: Mapping[str, Any],
     env: Mapping[str, str],
@@ -40,7 +45,7 @@ def fingerprint_from_args(
     `block_size` stays None unless it is given, since its default depends on the device; the engine reports it.
     Raises ConfigError for a size that is no number.
     """
-    given = {key.lstrip("-").replace("_", "-"): value for key, value in args.items()}
+    given = {argument_name(key): value for key, value in args.items()}
 
     def text(*names: str) -> str:
         return next((str(given[name]) for name in names if given.get(name) is not None), "auto")

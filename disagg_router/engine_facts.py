@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from disagg_router.config import ArgValue, ClusterConfig, is_local, load_model_config
+from disagg_router.connectors.compatibility import argument_name
 from disagg_router.cost.geometry import KVDtype, from_config
 from disagg_router.cost.priors import Priors, priors
 from disagg_router.errors import ConfigError
@@ -50,5 +51,4 @@ def chunk_tokens_of(config: ClusterConfig, instance: Instance | None) -> int | N
 
 
 def _argument(args: Mapping[str, ArgValue], name: str) -> ArgValue:
-    """However it is spelt."""
-    return next((value for key, value in args.items() if key.lstrip("-").replace("_", "-") == name), None)
+    return next((value for key, value in args.items() if argument_name(key) == name), None)

@@ -64,8 +64,7 @@ class TargetTiming:
         a_s, b_s, c_s = self.prefill_a_s, self.prefill_b_s, self.prefill_c_s
         linear_s = b_s * uncached_tokens
         squared_s = c_s * uncached_tokens * (uncached_tokens / 2 + cached_tokens)
-        base_s = a_s
-        stall_s = pause_s = 0.0
+        base_s, stall_s = a_s, 0.0
         # A full chunk at the prompt's end is the longest step, since it attends to all that comes before it.
         last_s = b_s * chunk + c_s * chunk * (uncached_tokens + cached_tokens - chunk / 2)
         if running:
@@ -73,9 +72,8 @@ class TargetTiming:
             longer_s = a_s - self.step_d_s if a_s > self.step_d_s else 0.0
             base_s = self.step_d_s + longer_s + beside_s
             stall_s = steps * longer_s + linear_s + squared_s
-        pause_s = base_s + last_s
         whole_s = steps * base_s + linear_s + squared_s
-        return PrefillTimes(whole_s, self._sd_s(whole_s, steps * a_s, linear_s, squared_s), stall_s, pause_s)
+        return PrefillTimes(whole_s, self._sd_s(whole_s, steps * a_s, linear_s, squared_s), stall_s, base_s + last_s)
 
     def _sd_s(self, whole_s: float, steps_s: float, linear_s: float, squared_s: float) -> float:
         """By the share of each term in the whole."""
@@ -144,11 +142,6 @@ class CostSnapshot:
     ) -> Estimate:
         times = self.of(target).prefill(uncached_tokens, cached_tokens, running, context_tokens)
         return Estimate(times.whole_s, times.sd_s)
-
-    def mixed_step_s(self, target: Target, chunk_tokens: float, running: float, context_tokens: float) -> Estimate:
-        timing = self.of(target)
-        mean_s = timing.mixed_step_mean_s(chunk_tokens, running, context_tokens)
-        return Estimate(mean_s, mean_s * timing.prefill_sd)
 
     def step_s(self, target: Target, running: float, context_tokens: float) -> Estimate:
         timing = self.of(target)

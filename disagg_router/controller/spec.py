@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from disagg_router.connectors.compatibility import argument_name
 from disagg_router.errors import ConfigError
 from disagg_router.interfaces import KVConnector
 from disagg_router.listening import bracketed
@@ -111,7 +112,7 @@ def _positive(value: object) -> int | None:
 def _user_args(spec: InstanceSpec) -> dict[str, Any]:
     args: dict[str, Any] = {}
     for raw, value in spec.args.items():
-        key = raw.lstrip("-").replace("_", "-")
+        key = argument_name(raw)
         if key in OWNED_ARGS:
             raise ConfigError(f"engine argument {raw!r} {OWNED_ARGS[key]}")
         if key == "data-parallel-size" and value not in (None, 1, "1"):

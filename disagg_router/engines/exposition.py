@@ -15,6 +15,7 @@ from disagg_router.interfaces import EngineLoad
 _SUMMED_LABELS = frozenset({"engine", "model_name"})
 _KEPT_PREFIXES = ("vllm:", "process_")
 # Four fifths of the text, and nobody asks for them: buckets, creation times, and infos that are all labels.
+_CONFIG = "vllm:cache_config_info{"
 _USAGE = "kv_cache_usage_perc"
 _LOAD_NAMES = (
     *("num_requests_running", "num_requests_waiting", _USAGE),
@@ -34,14 +35,13 @@ def counters(text: str) -> dict[str, float]:
 
 def cache_config(text: str) -> dict[str, str]:
     """The labels of vllm:cache_config_info that all engines of the server agree on."""
-    lines = (line for line in text.splitlines() if line.startswith("vllm:cache_config_info{"))
-    engines = [sample.labels for sample in _samples(lines)]
-    return {k: v for k, v in engines[0].items() if all(e.get(k) == v for e in engines)} if engines else {}
+    return _agreed(line for line in text.splitlines() if line.startswith(_CONFIG))
 
 
 def load(text: str) -> EngineLoad:
-    """Read on every look at every engine, so only the few lines that matter are looked at, and none is parsed."""
+    """Read on every look at every engine, so of the text only the few lines that matter are looked at."""
     totals = dict.fromkeys(_LOAD_NAMES, 0.0)
+    config_lines: list[str] = []
     ranks = 0
     for line in text.splitlines():
         if not line.startswith("vllm:"):
@@ -53,11 +53,13 @@ def load(text: str) -> EngineLoad:
             except ValueError as exc:
                 raise UpstreamError("the engine's /metrics is not in the Prometheus text format") from exc
             ranks += name == _USAGE
+        elif line.startswith(_CONFIG):
+            config_lines.append(line)
     return EngineLoad(
         running=round(totals["num_requests_running"]),
         waiting=round(totals["num_requests_waiting"]),
         kv_usage=totals[_USAGE] / max(1, ranks),
-        kv_capacity_tokens=_capacity_tokens(cache_config(text), max(1, ranks)),
+        kv_capacity_tokens=_capacity_tokens(_agreed(config_lines), max(1, ranks)),
         pulled_bytes=totals["nixl_bytes_transferred_sum"],
         pull_s=totals["nixl_xfer_time_seconds_sum"],
     )
@@ -65,13 +67,18 @@ def load(text: str) -> EngineLoad:
 
 def engines(text: str) -> int:
     """Data-parallel ranks that the server has, each an engine of its own."""
-    return max(1, sum(line.startswith("vllm:cache_config_info{") for line in text.splitlines()))
+    return max(1, sum(line.startswith(_CONFIG) for line in text.splitlines()))
 
 
 def start_time(text: str) -> str | None:
     """When the server's process started, as it says itself; several API server processes do not export it."""
     lines = (line for line in text.splitlines() if line.startswith("process_start_time_seconds "))
     return next((f"{sample.value:.2f}" for sample in _samples(lines)), None)
+
+
+def _agreed(config_lines: Iterable[str]) -> dict[str, str]:
+    engines = [sample.labels for sample in _samples(config_lines)]
+    return {k: v for k, v in engines[0].items() if all(e.get(k) == v for e in engines)} if engines else {}
 
 
 def _capacity_tokens(config: dict[str, str], ranks: int) -> int | None:

@@ -128,7 +128,7 @@ class Router:
                     self._placer.freed()  # its prefill place, and its link
                     decision = placement.decision
                     self._prompts.served(work.request.id, {decision.decode, decision.prefiller})
-                    return Routed(placement.decision, response, stream)
+                    return Routed(decision, response, stream)
             except HandoffExpired:
                 last = UpstreamError("the handoff grew older than half its lease before it could be sent")
                 spent = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg_router.interfaces import PrefillWork
+from disagg_router.interfaces import Claim, PrefillWork
 from disagg_router.model import InstanceId, Pair, Target
 from disagg_router.timing import CostSnapshot, LinkTiming, TargetTiming
 
@@ -17,6 +17,15 @@ TIMING = TargetTiming(
     chunk_tokens=512,
 )
 SNAPSHOT = CostSnapshot(target=TIMING, link=LinkTiming(handoff_s=0.01, bytes_per_s=1e9), kv_bytes_per_token=100.0)
+# A prompt of 40 tokens, of which the decode target lacks 30, and an answer of 10.
+CLAIM = Claim(
+    decode_kv_bytes=5000.0,
+    prefill_kv_bytes=4000.0,
+    link_bytes=3000.0,
+    prefill_tokens=40,
+    prefill_attention=800.0,
+    prefill_s=0.05,
+)
 
 
 class FixedCosts:

@@ -10,6 +10,7 @@ from disagg_router.model import FleetSnapshot, InstanceState, PairState
 from disagg_router.routing.brain import Brain
 from disagg_router.routing.followers import Followers
 from tests.builders import instance, pair
+from tests.fakes.background import background
 from tests.fakes.client import FakeClient
 from tests.fakes.clock import FakeClock, settle
 
@@ -50,12 +51,8 @@ class World:
 
     @asynccontextmanager
     async def running(self):
-        task = asyncio.create_task(self.brain.run())
-        try:
+        async with background(self.brain.run()):
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_instances_join_are_tested_and_leave():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from contextlib import asynccontextmanager
 
@@ -18,6 +17,7 @@ from disagg_router.routing.queue import FairQueue
 from disagg_router.routing.views import Views
 from disagg_router.view import Leans
 from tests.builders import COSTS, instance, target
+from tests.fakes.background import background
 from tests.fakes.client import FakeClient
 from tests.fakes.clock import FakeClock, settle
 from tests.fakes.costs import FixedCosts
@@ -52,13 +52,9 @@ class World:
 
     @asynccontextmanager
     async def running(self):
-        task = asyncio.create_task(self.gauge.run())
-        await settle()
-        try:
+        async with background(self.gauge.run()):
+            await settle()
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_what_an_engine_shows_beyond_our_leases_is_somebody_elses():

@@ -14,18 +14,10 @@ from disagg_router.routing.leases import HandoffLease, Held, Lease, LeaseBook, L
 from disagg_router.routing.streams import StreamBook
 from disagg_router.routing.target_leases import TargetLeases
 from tests.builders import target
-from tests.fakes.costs import FixedCosts
+from tests.fakes.costs import CLAIM, FixedCosts
 from tests.fakes.now import Now
 
 P0, P1, D0, D1 = target("p0"), target("p1"), target("d0"), target("d1")
-CLAIM = Claim(
-    decode_kv_bytes=5000.0,
-    prefill_kv_bytes=4000.0,
-    link_bytes=3000.0,
-    prefill_tokens=40,
-    prefill_attention=800.0,
-    prefill_s=0.05,
-)
 
 
 class Books:

@@ -9,24 +9,16 @@ from typing import Any
 
 import pytest
 
-from disagg_router.interfaces import Claim, EngineLoad
+from disagg_router.interfaces import EngineLoad
 from disagg_router.model import Slo, Target
 from disagg_router.routing.loads import Loads
 from disagg_router.view import StreamLoad, TargetLoad
 from tests.builders import target
-from tests.fakes.costs import FixedCosts
+from tests.fakes.costs import CLAIM, FixedCosts
 from tests.fakes.now import Now
 
 P0, D0 = target("p0"), target("d0")
 SLO = Slo(ttft_s=1.0, tpot_s=0.1, max_gap_s=0.5)
-CLAIM = Claim(
-    decode_kv_bytes=5000.0,
-    prefill_kv_bytes=4000.0,
-    link_bytes=3000.0,
-    prefill_tokens=40,
-    prefill_attention=800.0,
-    prefill_s=0.05,
-)
 ROOM = EngineLoad(running=0, waiting=0, kv_usage=0.0, kv_capacity_tokens=1000)
 
 

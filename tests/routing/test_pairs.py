@@ -12,6 +12,7 @@ from disagg_router.errors import DisaggError
 from disagg_router.model import InstanceState, PairState
 from disagg_router.routing.pairs import PairTester
 from tests.builders import FINGERPRINT, instance, pair
+from tests.fakes.background import background
 from tests.fakes.clock import FakeClock, settle
 
 
@@ -47,13 +48,9 @@ class World:
     @asynccontextmanager
     async def running(self):
         self.tester.update(self.instances)
-        task = asyncio.create_task(self.tester.run())
-        await settle()
-        try:
+        async with background(self.tester.run()):
+            await settle()
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_pair_is_tested_before_it_is_ready():

@@ -12,6 +12,7 @@ from disagg_router.errors import UpstreamError, UpstreamTimeout
 from disagg_router.model import Fingerprint, InstanceState
 from disagg_router.routing.watch import InstanceWatch
 from tests.builders import FINGERPRINT, instance
+from tests.fakes.background import background
 from tests.fakes.client import REPORT, FakeClient
 from tests.fakes.clock import FakeClock, settle
 
@@ -34,13 +35,9 @@ class World:
 
     @asynccontextmanager
     async def running(self):
-        task = asyncio.create_task(self.watch.run())
-        await settle()
-        try:
+        async with background(self.watch.run()):
+            await settle()
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_ready_instance_has_described_itself():
