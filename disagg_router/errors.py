@@ -4,6 +4,7 @@ DisaggError
 ├── ConfigError            exit 2: a file, key or value the operator must change
 ├── LaunchError            exit 1: something could not be started, or was lost
 ├── PairTestFailed         why a pair must not carry traffic
+├── NotUnderstood          a prompt, or a model's tokenizer, that only the engine can read
 └── RequestError           becomes an OpenAI-shaped answer with `status` and `code`
     ├── BadRequest             400 bad_request
     │   ├── NotServed          404
@@ -75,6 +76,10 @@ class LaunchError(DisaggError):
 
 class PairTestFailed(DisaggError):
     """Why a pair must not carry traffic: one line."""
+
+
+class NotUnderstood(DisaggError):
+    """Only the engine can say what prompt this makes: it is asked."""
 
 
 class RequestError(DisaggError):

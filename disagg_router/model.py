@@ -110,6 +110,12 @@ class Instance:
     kv_events: str | None = None  # ZMQ endpoint that publishes, and
     kv_replay: str | None = None  # the one that says again what was missed
     dp_size: int = 1  # data-parallel ranks
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """One for each data-parallel rank."""
+        return tuple(Target(self.id, rank) for rank in range(self.dp_size))
+
     side_channel: str | None = None  # host:port of the connector's handshake
 
 

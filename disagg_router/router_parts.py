@@ -22,7 +22,7 @@ from disagg_router.engines.client import VllmClient
 from disagg_router.engines.connection import UpstreamLimits
 from disagg_router.engines.kv_events import follow_kv_events
 from disagg_router.engines.selftest import self_test
-from disagg_router.errors import UpstreamError
+from disagg_router.errors import NotUnderstood, UpstreamError
 from disagg_router.interfaces import Clock, FleetSource, KVConnector, PairTest, PathPolicy
 from disagg_router.model import Instance, Target
 from disagg_router.observability.decisions import DecisionLog
@@ -36,7 +36,6 @@ from disagg_router.proxy.app import public_app
 from disagg_router.proxy.openai import parse_call
 from disagg_router.proxy.relay import RoutedEndpoint
 from disagg_router.routing.brain import Brain
-from disagg_router.routing.chat_messages import NotUnderstood
 from disagg_router.routing.checked_tokenizer import CheckedTokenizer
 from disagg_router.routing.clock import MonotonicClock
 from disagg_router.routing.fleet import Fleet

@@ -9,7 +9,7 @@ from statistics import fmean
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from disagg_router.model import Instance, InstanceId, Target
+from disagg_router.model import InstanceId, Target
 from disagg_router.routing.fleet import Fleet
 from disagg_router.routing.leases import LeaseBook, LeaseKind
 from disagg_router.routing.prefix_index import PrefixIndex
@@ -114,7 +114,7 @@ class ReadingsCollector(Collector):
         )
         load = self._readings.load or _idle
         for instance in fleet.instances.values():
-            targets = _targets(instance)
+            targets = instance.targets
             prefill_s = fmean(costs.of(one).prefill_mean_s(REFERENCE_TOKENS, 0) for one in targets)
             streams = {one: load(one).streams for one in targets}
             step_s = fmean(costs.of(one).step_mean_s(it.running, it.context_tokens) for one, it in streams.items())
@@ -135,7 +135,7 @@ def _of_the_leans(fleet: Fleet, leans: Leans) -> Metric:
         "disagg_lean", "-1: leans to prefilling, +1: to decoding; mean over the ranks.", labels=["instance"]
     )
     for instance in fleet.instances.values():
-        family.add_metric([instance.id], fmean(leans.lean.get(target, 0.0) for target in _targets(instance)))
+        family.add_metric([instance.id], fmean(leans.lean.get(target, 0.0) for target in instance.targets))
     return family
 
 
@@ -155,10 +155,6 @@ def _counts(name: str, text: str, counts: Mapping[str, int]) -> Metric:
     for what, count in counts.items():
         family.add_metric([what], float(count))
     return family
-
-
-def _targets(instance: Instance) -> list[Target]:
-    return [Target(instance.id, rank) for rank in range(instance.dp_size)]
 
 
 def _idle(_: Target) -> TargetLoad:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from disagg_router.errors import DisaggError
+from disagg_router.errors import NotUnderstood
 
 Message = dict[str, Any]
 
@@ -23,10 +23,6 @@ _FIELDS = {
     "tool": {"role", "content", "name", "tool_call_id"},
 }
 _STRIPPED_LINE = "x-anthropic-billing-header"  # vLLM takes a system line that starts so out of the prompt
-
-
-class NotUnderstood(DisaggError):
-    """Only the engine can say what prompt this makes."""
 
 
 def conversation(messages: object, *, parts: bool) -> list[Message]:

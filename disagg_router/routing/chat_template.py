@@ -15,7 +15,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from disagg_router.routing.chat_messages import Message, NotUnderstood
+from disagg_router.errors import NotUnderstood
+from disagg_router.routing.chat_messages import Message
 from disagg_router.routing.content_format import takes_parts
 
 # A client's variable of such a name would steer vLLM and transformers themselves.

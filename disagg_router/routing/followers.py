@@ -63,8 +63,8 @@ class Followers:
             await self._clock.sleep(RETRY_S)
 
     def _forget_ranks(self, instance: Instance) -> None:
-        for rank in range(instance.dp_size):
-            self._forget(Target(instance.id, rank))
+        for target in instance.targets:
+            self._forget(target)
 
 
 def _identity(instance: Instance) -> tuple[str, str | None, int]:

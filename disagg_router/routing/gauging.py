@@ -40,7 +40,7 @@ class Gauge:
         self._fleet, self._client, self._loads, self._costs = fleet, client, loads, costs
         self._views, self._balancer, self._queue = views, balancer, queue
         self._interval_s, self._clock = interval_s, clock
-        self._known: dict[InstanceId, tuple[str, int]] = {}  # incarnation and ranks
+        self._known: dict[InstanceId, tuple[str, tuple[Target, ...]]] = {}  # incarnation, and a target per rank
         self._pulled: dict[InstanceId, tuple[float, float]] = {}
 
     async def run(self) -> None:
@@ -68,12 +68,12 @@ class Gauge:
             await self._clock.sleep(self._interval_s)
 
     def _adopt(self, ready: list[Instance]) -> None:
-        now = {instance.id: (instance.incarnation, instance.dp_size) for instance in ready}
-        for id_, (incarnation, ranks) in list(self._known.items()):
-            if now.get(id_) != (incarnation, ranks):
+        now = {instance.id: (instance.incarnation, instance.targets) for instance in ready}
+        for id_, (incarnation, targets) in list(self._known.items()):
+            if now.get(id_) != (incarnation, targets):
                 del self._known[id_]
                 self._pulled.pop(id_, None)
-                for target in (Target(id_, rank) for rank in range(ranks)):
+                for target in targets:
                     self._loads.forget(target)
                     self._costs.forget(target)
         self._known |= now
@@ -86,10 +86,10 @@ class Gauge:
             except UpstreamError as exc:
                 log.debug("%s does not tell its load: %s", instance.id, exc)
                 return
-        if self._known.get(instance.id) != (instance.incarnation, instance.dp_size):
+        if self._known.get(instance.id) != (instance.incarnation, instance.targets):
             return  # another one by now
-        for rank in range(instance.dp_size):
-            self._loads.reconcile(Target(instance.id, rank), _share(load, instance.dp_size))
+        for target in instance.targets:
+            self._loads.reconcile(target, _share(load, instance.dp_size))
         before = self._pulled.get(instance.id)
         self._pulled[instance.id] = load.pulled_bytes, load.pull_s
         if before is not None and load.pulled_bytes > before[0] and load.pull_s > before[1]:

@@ -13,9 +13,9 @@ from msgspec import Raw
 from tokenizers import Tokenizer
 
 from disagg_router.body import value_of
-from disagg_router.errors import BadRequest
+from disagg_router.errors import BadRequest, NotUnderstood
 from disagg_router.model import Body
-from disagg_router.routing.chat_messages import NotUnderstood, conversation, tool_list
+from disagg_router.routing.chat_messages import conversation, tool_list
 from disagg_router.routing.chat_template import ChatTemplate
 from disagg_router.routing.text_chunks import TextChunks
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from disagg_router.routing.chat_messages import NotUnderstood
+from disagg_router.errors import NotUnderstood
 from disagg_router.routing.chat_template import ChatTemplate
 from disagg_router.routing.local_tokenizer import LocalTokenizer
 from disagg_router.routing.text_chunks import TextChunks

@@ -48,9 +48,7 @@ class Views:
 
     def _adopt(self, fleet: Fleet) -> None:
         self._seen = fleet
-        found = [
-            (Target(instance.id, rank), instance.role) for instance in fleet.ready() for rank in range(instance.dp_size)
-        ]
+        found = [(target, instance.role) for instance in fleet.ready() for target in instance.targets]
         if found != list(zip(self._targets, self._roles, strict=True)):
             self._targets = tuple(target for target, _ in found)
             self._roles = tuple(role for _, role in found)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from disagg_router.engines.client import VllmClient
-from disagg_router.routing.chat_messages import NotUnderstood
+from disagg_router.errors import NotUnderstood
 from disagg_router.routing.checked_tokenizer import CheckedTokenizer, Kind
 from disagg_router.routing.clock import MonotonicClock
 from disagg_router.routing.local_tokenizer import LocalTokenizer

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from disagg_router.routing.chat_messages import NotUnderstood, conversation, tool_list
+from disagg_router.errors import NotUnderstood
+from disagg_router.routing.chat_messages import conversation, tool_list
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": ""}, {"type": "text", "text": "b"}]
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": 2.0}'}, "id": "c1"}

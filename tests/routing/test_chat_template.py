@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from disagg_router.routing.chat_messages import NotUnderstood, conversation, tool_list
+from disagg_router.errors import NotUnderstood
+from disagg_router.routing.chat_messages import conversation, tool_list
 from disagg_router.routing.chat_template import ChatTemplate
 from tests.routing.chat_templates import ALL, LLAMA_LIKE, MISTRAL_LIKE, PARTS_LIKE, QWEN_LIKE
 from tests.routing.tiny_tokenizers import SPECIAL, byte_level

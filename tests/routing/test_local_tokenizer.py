@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
-from disagg_router.routing.chat_messages import NotUnderstood
+from disagg_router.errors import NotUnderstood
 from disagg_router.routing.local_tokenizer import LocalTokenizer, Prompt
 from disagg_router.routing.model_folder import load_tokenizer, model_folder
 from disagg_router.routing.request_shapes import request_shapes
