@@ -51,6 +51,7 @@ class TargetLoad(NamedTuple):
     streams: StreamLoad = StreamLoad()
     kv_capacity_bytes: float = math.inf
     kv_free_bytes: float = math.inf  # what neither a lease nor anybody else's request takes
+    pinned_bytes: float = 0.0  # what handoffs take of it here, those not yet prefilled included
     out_bytes: float = 0.0  # KV on its way out of this instance and
     in_bytes: float = 0.0  # into it: handoffs between their prefill's answer and their decode leg's first byte
     prefill_share: float = 0.0

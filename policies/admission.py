@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from disagg_router.errors import ErrorCode
 from disagg_router.interfaces import Admission, Claim, Reject, Reserved, Wait
 from disagg_router.model import Decision, InferenceRequest, Target
+from disagg_router.policies.forecast import handed_off_in_s, streams_end_in_s
 from disagg_router.policies.harm import chance_below
 from disagg_router.timing import CostSnapshot, LinkTiming, TargetTiming, attention
 from disagg_router.view import ClusterView, TargetLoad
@@ -199,20 +199,17 @@ def _for_decode(asked: _Asked) -> Wait | None:
     missing_bytes = _missing_bytes(asked.sink, asked.claim.decode_kv_bytes, asked.prompt_bytes)
     if missing_bytes <= 0:
         return None
-    stay_s = _stream_stays_s(asked.sink, asked.sink_timing, asked.request.output_tokens)
-    return Wait(ErrorCode.DECODE_FULL, _frees_in_s(asked.sink, missing_bytes, stay_s))
+    frees_s = streams_end_in_s(asked.request, asked.sink, asked.sink_timing, missing_bytes)
+    return Wait(ErrorCode.DECODE_FULL, frees_s)
 
 
 def _for_prefill(asked: _Asked) -> Wait | None:
-    """A prefill's KV is held until it has been pulled; with soft roles streams may hold the rest."""
-    load = asked.source
-    missing_bytes = _missing_bytes(load, asked.claim.prefill_kv_bytes, asked.prompt_bytes)
+    """A prefill's KV is held until it has been pulled."""
+    missing_bytes = _missing_bytes(asked.source, asked.claim.prefill_kv_bytes, asked.prompt_bytes)
     if not asked.remote or missing_bytes <= 0:
         return None
-    stay_s = load.backlog_s(asked.now_s) + load.out_bytes / asked.link.bytes_per_s
-    if stay_s <= 0:
-        stay_s = _stream_stays_s(load, asked.source_timing, asked.request.output_tokens)
-    return Wait(ErrorCode.PREFILL_FULL, _frees_in_s(load, missing_bytes, stay_s))
+    frees_s = handed_off_in_s(asked.request, asked.source, asked.source_timing, asked.link, missing_bytes, asked.now_s)
+    return Wait(ErrorCode.PREFILL_FULL, frees_s)
 
 
 def _for_link(asked: _Asked) -> Wait | None:
@@ -231,17 +228,3 @@ def _for_link(asked: _Asked) -> Wait | None:
 def _missing_bytes(load: TargetLoad, claim_bytes: float, prompt_bytes: float) -> float:
     """A prompt that is larger than all there is will be refused by the engine, which says it best."""
     return 0.0 if prompt_bytes > load.kv_capacity_bytes else claim_bytes - load.kv_free_bytes
-
-
-def _stream_stays_s(load: TargetLoad, timing: TargetTiming, output_tokens: float) -> float:
-    """How long a stream there goes on, on average; without one to look at, a stream of this request's length."""
-    streams = load.streams
-    to_come_tokens = streams.to_come_tokens if streams.running else output_tokens
-    return max(1.0, to_come_tokens) * timing.step_mean_s(max(1, streams.running), streams.context_tokens)
-
-
-def _frees_in_s(load: TargetLoad, missing_bytes: float, stay_s: float) -> float:
-    """All that is held has left after `stay_s`, evenly on the way there."""
-    held_bytes = load.kv_capacity_bytes - load.kv_free_bytes
-    known = 0 < held_bytes < math.inf
-    return stay_s * min(1.0, missing_bytes / held_bytes) if known else stay_s

@@ -144,11 +144,11 @@ def _opening_price(view: ClusterView, target: TargetView) -> float:
 
 def _quick_waits(request: InferenceRequest, view: ClusterView) -> list[float]:
     """How soon each target would be done with this prompt, roughly: which of the many are worth a closer look. Where
-    its steps would break pauses, every stream counts as much as the whole TTFT objective; infinite: it may not
-    prefill."""
+    its steps would break pauses, every stream counts as much as the whole TTFT objective, and so does a lack of room;
+    infinite: it may not prefill."""
     cached, costs, now_s = request.cached_tokens, view.costs, view.now_s
     each, default, prompt_tokens = costs.targets, costs.target, request.prompt_tokens or 0
-    hard, excluded = not view.soft_roles, request.excluded
+    hard, excluded, prompt_bytes = not view.soft_roles, request.excluded, prompt_tokens * costs.kv_bytes_per_token
     waits_s = []
     for t in view.targets:
         load, timing = t.load, each.get(t.target, default)
@@ -159,6 +159,8 @@ def _quick_waits(request: InferenceRequest, view: ClusterView) -> list[float]:
             wait_s += load.prefills_end_s - now_s
         if streams.unbroken and b_s * (tokens if tokens < timing.chunk_tokens else timing.chunk_tokens) > streams.gap_s:
             wait_s += streams.unbroken * request.slo.ttft_s
+        if load.kv_free_bytes < prompt_bytes:
+            wait_s += request.slo.ttft_s
         if (hard and t.role is Role.DECODE) or (excluded and t.target in excluded):
             wait_s = math.inf
         waits_s.append(wait_s)
@@ -235,7 +237,7 @@ def _why_here(request: InferenceRequest, here: _Scored, there: _Scored) -> Reaso
         return Reason.CACHE_HOT
     if there.lost > here.lost + 0.01 and there.way.mean_s < here.way.mean_s:
         return Reason.PROTECTS_STREAMS
-    queue_s = way.prefill.queue_s - here.way.prefill.queue_s
+    queue_s = way.prefill.queue_s + way.room_wait_s - here.way.prefill.queue_s
     moving_s = way.transfer_s + way.handoff_s
     if way.link_wait_s > max(queue_s, moving_s):
         return Reason.LINK_BUSY

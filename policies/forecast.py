@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from disagg_router.model import Decision, Estimate, InferenceRequest
-from disagg_router.timing import PrefillTimes
-from disagg_router.view import ClusterView, TargetView
+from disagg_router.timing import LinkTiming, PrefillTimes, TargetTiming
+from disagg_router.view import ClusterView, TargetLoad, TargetView
 
 _SHARED_TERMS = (
     *("ttft_s", "ttft_sd_s", "uncached_tokens", "queue_s"),
@@ -17,7 +17,8 @@ _SHARED_TERMS = (
 )
 _LOCAL_TERMS = tuple(f"local_{name}" for name in _SHARED_TERMS)
 _REMOTE_TERMS = tuple(
-    f"remote_{name}" for name in (*_SHARED_TERMS, "moved_tokens", "link_wait_s", "transfer_s", "handoff_s")
+    f"remote_{name}"
+    for name in (*_SHARED_TERMS, "moved_tokens", "room_wait_s", "link_wait_s", "transfer_s", "handoff_s")
 )
 
 
@@ -45,13 +46,15 @@ class DecodeTerms(NamedTuple):
 
 class Way(NamedTuple):
     """How one request could be served: by `decode` alone, or handed off to it by `prefill`. `mean_s` and `sd_s` are of
-    its TTFT, from the request's arrival on; the parts are taken for independent."""
+    its TTFT, from the request's arrival on; the parts are taken for independent. `room_wait_s`: until the
+    prompt's KV fits at its source, beyond the queue there."""
 
     prefill: PrefillTerms
     decode: DecodeTerms
     remote: bool
     mean_s: float
     sd_s: float
+    room_wait_s: float = 0.0
     link_wait_s: float = 0.0
     transfer_s: float = 0.0
     handoff_s: float = 0.0
@@ -70,7 +73,7 @@ class Way(NamedTuple):
         )
         if not self.remote:
             return dict(zip(_LOCAL_TERMS, shared, strict=True))
-        moving = float(decode.missing_tokens), self.link_wait_s, self.transfer_s, self.handoff_s
+        moving = float(decode.missing_tokens), self.room_wait_s, self.link_wait_s, self.transfer_s, self.handoff_s
         return dict(zip(_REMOTE_TERMS, shared + moving, strict=True))
 
 
@@ -113,7 +116,13 @@ def remote_way(request: InferenceRequest, view: ClusterView, prefill: PrefillTer
     link = view.costs.between(source.target, sink.target)
     out_bytes, in_bytes = source.load.out_bytes, sink.load.in_bytes
     transfer_s = decode.missing_tokens * view.costs.kv_bytes_per_token / link.bytes_per_s
-    prefilled_s = prefill.queue_s + prefill.times.whole_s
+    room_wait_s = 0.0
+    prompt_bytes = (request.prompt_tokens or 0) * view.costs.kv_bytes_per_token
+    if source.load.kv_free_bytes < prompt_bytes <= source.load.kv_capacity_bytes:
+        timing, missing_bytes = view.costs.of(source.target), prompt_bytes - source.load.kv_free_bytes
+        room_s = handed_off_in_s(request, source.load, timing, link, missing_bytes, view.now_s)
+        room_wait_s = max(0.0, room_s - prefill.queue_s)
+    prefilled_s = prefill.queue_s + room_wait_s + prefill.times.whole_s
     # What is in flight now has until this prefill is done to get out of the way.
     link_wait_s = (out_bytes if out_bytes > in_bytes else in_bytes) / link.bytes_per_s - prefilled_s
     if link_wait_s < 0:
@@ -121,7 +130,34 @@ def remote_way(request: InferenceRequest, view: ClusterView, prefill: PrefillTer
     moving_s = transfer_s + link.handoff_s
     mean_s = request.waited_s + prefilled_s + link_wait_s + moving_s + decode.first_step_s
     sd_s = math.hypot(prefill.queue_sd_s + prefill.times.sd_s, moving_s * link.sd)
-    return Way(prefill, decode, True, mean_s, sd_s, link_wait_s, transfer_s, link.handoff_s)
+    return Way(prefill, decode, True, mean_s, sd_s, room_wait_s, link_wait_s, transfer_s, link.handoff_s)
+
+
+def handed_off_in_s(
+    request: InferenceRequest,
+    load: TargetLoad,
+    timing: TargetTiming,
+    link: LinkTiming,
+    missing_bytes: float,
+    now_s: float,
+) -> float:
+    """When a source will have that much more room: what was prefilled there goes once it is pulled. Where that is not
+    enough, with soft roles streams hold the rest."""
+    if load.pinned_bytes < missing_bytes:
+        return streams_end_in_s(request, load, timing, missing_bytes)
+    stay_s = load.backlog_s(now_s) + load.out_bytes / link.bytes_per_s
+    return stay_s * missing_bytes / load.pinned_bytes
+
+
+def streams_end_in_s(request: InferenceRequest, load: TargetLoad, timing: TargetTiming, missing_bytes: float) -> float:
+    """When the streams that end will have left that much more room; without one to look at, a stream like this one.
+    All that is held has left after the time that the mean stream takes, evenly on the way there."""
+    streams = load.streams
+    to_come_tokens = streams.to_come_tokens if streams.running else request.output_tokens
+    stay_s = max(1.0, to_come_tokens) * timing.step_mean_s(max(1, streams.running), streams.context_tokens)
+    held_bytes = load.kv_capacity_bytes - load.kv_free_bytes
+    known = 0 < held_bytes < math.inf
+    return stay_s * min(1.0, missing_bytes / held_bytes) if known else stay_s
 
 
 def predicted(request: InferenceRequest, view: ClusterView, decision: Decision) -> Estimate | None:

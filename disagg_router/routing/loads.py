@@ -111,6 +111,7 @@ class Loads:
             streams=streams,
             kv_capacity_bytes=leases.kv_capacity_bytes,
             kv_free_bytes=leases.kv_free_bytes,
+            pinned_bytes=leases.pinned.total,
             out_bytes=leases.link.outward.total,
             in_bytes=leases.link.inward.total,
             prefill_share=demand.prefill_s,

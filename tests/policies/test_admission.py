@@ -81,6 +81,9 @@ def full(free_mb: float, of_mb: float = 10.0, **more) -> TargetLoad:
     return TargetLoad(kv_capacity_bytes=of_mb * MB, kv_free_bytes=free_mb * MB, **more)
 
 
+PINNED_4_S = full(0, prefills_end_s=4.0, pinned_bytes=10 * MB)
+
+
 @pytest.mark.parametrize(
     ("decision", "d0", "p0", "expected"),
     [
@@ -89,12 +92,19 @@ def full(free_mb: float, of_mb: float = 10.0, **more) -> TargetLoad:
         (LOCAL, full(0.1, 10.1, streams=streams(10)), full(0), (DECODE_FULL, 0.19)),
         (REMOTE, full(1.1), full(1.0), None),
         (REMOTE, full(0.1, 10.1, streams=streams(10)), full(10), (DECODE_FULL, 0.19)),
-        # Its prefills end in 4 s; 0.9 of the 9.9 MB that they hold free in a share of it.
-        (REMOTE, full(9), full(0.1, prefills_end_s=4.0), (PREFILL_FULL, 4.0 * 0.9 / 9.9)),
-        (REMOTE, full(9), full(0.1, out_bytes=9.9 * MB), (PREFILL_FULL, 0.0099 * 0.9 / 9.9)),
+        # Its prefills end in 4 s; 0.9 of the 3 MB that they hold free in a share of it.
+        (REMOTE, full(9), full(0.1, prefills_end_s=4.0, pinned_bytes=3 * MB), (PREFILL_FULL, 4.0 * 0.9 / 3)),
+        (REMOTE, full(9), full(0.1, out_bytes=9.9 * MB, pinned_bytes=9.9 * MB), (PREFILL_FULL, 0.0009)),
+        # With soft roles streams may hold most of it, which no pull ends.
         (REMOTE, full(9), full(0.1, streams=streams(10)), (PREFILL_FULL, 1.9 * 0.9 / 9.9)),
+        (REMOTE, full(9), full(0.1, pinned_bytes=0.8 * MB, streams=streams(10)), (PREFILL_FULL, 1.9 * 0.9 / 9.9)),
         # Both are full: it waits for the later one.
-        (REMOTE, full(0.1, 10.1, streams=streams(10)), full(0, prefills_end_s=4.0), (PREFILL_FULL, 0.4)),
+        (
+            REMOTE,
+            full(0.1, 10.1, streams=streams(10)),
+            full(0, prefills_end_s=4.0, pinned_bytes=10 * MB),
+            (PREFILL_FULL, 0.4),
+        ),
         # Nobody streams yet where it would go: a stream like its own takes 100 steps of 10 ms.
         (LOCAL, full(0, 2.2), full(0), (DECODE_FULL, 0.5)),
     ],

@@ -66,6 +66,16 @@ def test_streams_that_are_broken_already_are_not_protected():
     assert decision.terms["local_lost"] == 0
 
 
+def test_a_source_without_room_is_passed_over():
+    """p0 is idle but full of streams' KV, p1 has a short queue; and where p1 is full too, decoding here is sooner."""
+    full = TargetLoad(kv_capacity_bytes=8e6, kv_free_bytes=0, streams=STREAMS._replace(to_come_tokens=1e4))
+    busy, long = TargetLoad(prefills=1, prefills_end_s=0.2), {"prompt_tokens": 6000, "slo": PATIENT}
+    cluster = view("p0", "p1", "d0", pairs="p0>d0 p1>d0", p0=full, p1=busy, d0=SIX)
+    assert decide(cluster, **long).prefill == target("p1")
+    cluster = view("p0", "p1", "d0", pairs="p0>d0 p1>d0", p0=full, p1=full)
+    assert decide(cluster, **long).path is LOCAL
+
+
 @pytest.mark.parametrize(
     ("loads", "costs", "changes", "reason"),
     [

@@ -96,6 +96,31 @@ def test_a_handoff_waits_for_what_is_in_flight_at_the_busier_end(out_bytes, in_b
     assert way.mean_s == pytest.approx(0.11 + link_wait_s + 0.0006 + 0.02 + 0.01)
 
 
+@pytest.mark.parametrize(
+    ("source", "room_wait_s"),
+    [
+        ({"kv_free_bytes": 1e6}, 0.0),
+        # 1 MB is missing of the 2 that handoffs hold, which take 3 s to leave.
+        ({"kv_free_bytes": 0, "pinned_bytes": 2e6, "out_bytes": 3e9}, 1.5),
+        # The queue alone takes 0.5 s, and after its 2 s all of them have left.
+        ({"kv_free_bytes": 0, "pinned_bytes": 1e6, "out_bytes": 15e8, "prefills_end_s": 0.5}, 1.5),
+        # Streams hold it: each has 100 steps of 13 ms to go, and a third of the 3 MB is enough.
+        ({"kv_free_bytes": 0, "streams": STREAMS._replace(to_come_tokens=100.0)}, 100 * 0.013 / 3),
+        # No wait helps a prompt that never fits.
+        ({"kv_free_bytes": 0, "kv_capacity_bytes": 9e5}, 0.0),
+    ],
+)
+def test_a_handoff_waits_for_room_at_its_source(source, room_wait_s):
+    """Until the KV of 1,000 tokens fits there; what it waits in the queue anyway is not counted twice."""
+    loads: Any = {"p0": TargetLoad(**{"kv_capacity_bytes": 3e6, **source})}
+    cluster, asked = view("p0", "d0", **loads), request(prompt_tokens=1000)
+    prefill = prefill_terms(asked, cluster, cluster.targets[0])
+    way = remote_way(asked, cluster, prefill, decode_terms(asked, cluster, cluster.targets[1]))
+    assert way.room_wait_s == pytest.approx(room_wait_s)
+    computed_s = prefill.queue_s + room_wait_s + prefill.times.whole_s
+    assert way.mean_s == pytest.approx(computed_s + way.link_wait_s + 0.001 + 0.02 + 0.01)
+
+
 def test_what_it_has_waited_is_part_of_its_ttft():
     """And the deviations of the parts add up."""
     costs = dataclasses.replace(

@@ -48,13 +48,15 @@ def test_a_request_in_each_of_its_phases():
     decode, prefill = leases.decode(D0, CLAIM, streamed=True), leases.prefill(P0, CLAIM, observed=True)
     handoff = leases.handoff(P0, D0, CLAIM)
     assert world.loads.all((P0, D0)) == (
-        TargetLoad(prefills=1, prefill_tokens=40, prefills_end_s=0.05, kv_free_bytes=96_000.0, **known),
+        TargetLoad(
+            prefills=1, prefill_tokens=40, prefills_end_s=0.05, kv_free_bytes=96_000.0, pinned_bytes=4000.0, **known
+        ),
         TargetLoad(decodes=1, kv_free_bytes=95_000.0, **known),
     )
     prefill.done()
     handoff.answered()
     assert world.loads.all((P0, D0)) == (
-        TargetLoad(handoffs=1, kv_free_bytes=96_000.0, out_bytes=3000.0, **known),
+        TargetLoad(handoffs=1, kv_free_bytes=96_000.0, pinned_bytes=4000.0, out_bytes=3000.0, **known),
         TargetLoad(decodes=1, kv_free_bytes=95_000.0, in_bytes=3000.0, **known),
     )
     handoff.release()
