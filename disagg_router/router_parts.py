@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import FastAPI
@@ -38,19 +37,13 @@ from disagg_router.proxy.relay import RoutedEndpoint
 from disagg_router.routing.brain import Brain
 from disagg_router.routing.checked_tokenizer import CheckedTokenizer
 from disagg_router.routing.clock import MonotonicClock
-from disagg_router.routing.fleet import Fleet
 from disagg_router.routing.followers import Followers
 from disagg_router.routing.gauging import Gauge
-from disagg_router.routing.legs import LegLimits, Legs
-from disagg_router.routing.loads import Loads
+from disagg_router.routing.legs import LegLimits
 from disagg_router.routing.model_folder import load_tokenizer, model_folder
-from disagg_router.routing.placement import Placer
-from disagg_router.routing.prefix_index import PrefixIndex
-from disagg_router.routing.prompts import PromptReader, adapter_of
-from disagg_router.routing.queue import FairQueue
-from disagg_router.routing.routed_prefixes import RoutedPrefixes
+from disagg_router.routing.parts import Behaviour, RoutingSettings, Surroundings, routing_parts
+from disagg_router.routing.prompts import adapter_of
 from disagg_router.routing.router import Router
-from disagg_router.routing.views import Views
 
 log = logging.getLogger(__name__)
 
@@ -79,141 +72,79 @@ class RouterParts:
             await asyncio.to_thread(self.decisions.close)
 
 
-@dataclass(frozen=True, slots=True)
-class _Books:
-    """What is known of the fleet's load and caches, for one router."""
-
-    costs: OnlineCosts
-    loads: Loads
-    views: Views
-    index: PrefixIndex
-    routed: RoutedPrefixes
-    queue: FairQueue
-    metrics: Metrics
-
-
 def router_parts(
     config: ClusterConfig, *, connector: KVConnector, policy: PathPolicy, source: FleetSource
 ) -> RouterParts:
     """Raises ConfigError."""
-    clock, limits = MonotonicClock(), config.limits
+    clock, limits, metrics = MonotonicClock(), config.limits, Metrics()
     client = VllmClient(
         UpstreamLimits(connect_s=limits.connect_s, first_byte_s=limits.first_byte_s, idle_s=limits.idle_s),
         health_s=config.router.health.timeout_s,
     )
-    books = _books(config, clock, lambda: brain.fleet)
-    tokenizer = _tokenizer(config, client, clock)
-    brain = _brain(config, connector, policy, source, books, tokenizer, client, clock)
-    prompts = _prompts(brain, books, tokenizer, client)
-    router = _router(config, connector, policy, brain, books, prompts, client, clock)
-    gauge = Gauge(
-        fleet=lambda: brain.fleet,
-        client=client,
-        loads=books.loads,
-        costs=books.costs,
-        views=books.views,
-        balancer=LeanBalancer(config.slo()),
-        queue=books.queue,
-        interval_s=config.router.health.interval_s,
-        clock=clock,
-    )
-    decisions = DecisionLog(config.router.decision_log) if config.router.decision_log else None
-    readings = Readings(
-        queue_waiting=lambda: books.queue.waiting,
-        costs=lambda: books.costs.snapshot(clock.now_s()),
-        load=books.loads.of,
-        leans=lambda: books.views.leans,
-        tokenizer=prompts.counts,
-        decision_log=decisions.counts if decisions else None,
-    )
-    books.metrics.watch(lambda: brain.fleet, books.loads.leases, books.index, readings)
-    public, admin = _apps(config, router, brain, books.metrics, decisions, readings, clock)
-    return RouterParts(router, brain, gauge, client, decisions, public, admin)
-
-
-def _books(config: ClusterConfig, clock: Clock, fleet: Callable[[], Fleet]) -> _Books:
     costs = OnlineCosts(
-        priors_of(config), lambda target: chunk_tokens_of(config, fleet().instances.get(target.instance))
+        priors_of(config), lambda target: chunk_tokens_of(config, brain.fleet.instances.get(target.instance))
     )
-    loads = Loads(costs=costs, now_s=clock.now_s)
-    admission = config.router.admission
-    return _Books(
-        costs=costs,
-        loads=loads,
-        views=Views(fleet, loads, costs),
-        index=PrefixIndex(config.router.index_entries),
-        routed=RoutedPrefixes(clock.now_s),
-        queue=FairQueue(bound=admission.queue, max_wait_s=admission.max_wait_s, clock=clock),
-        metrics=Metrics(),
+    tokenizer = _tokenizer(config, client, clock)
+    parts = routing_parts(
+        _behaviour(config, policy, costs),
+        _settings(config),
+        Surroundings(
+            fleet=lambda: brain.fleet,
+            client=client,
+            connector=connector,
+            observer=metrics,
+            failed=lambda target, error: _failed(brain, metrics, target, error),
+            clock=clock,
+            rng=random.Random(),
+        ),
+        tokenizer=tokenizer,
+        lora_of=lambda body: adapter_of(body, brain.adapters()),
     )
-
-
-def _brain(
-    config: ClusterConfig,
-    connector: KVConnector,
-    policy: PathPolicy,
-    source: FleetSource,
-    books: _Books,
-    tokenizer: CheckedTokenizer | None,
-    client: VllmClient,
-    clock: Clock,
-) -> Brain:
-    def forget(target: Target) -> None:
-        books.index.forget(target)
-        books.routed.forget(target)
-
-    return Brain(
+    brain = Brain(
         source,
         client,
         _pair_test(config, connector, client, clock),
-        Followers(functools.partial(follow_kv_events, index=books.index), forget, clock),
+        Followers(functools.partial(follow_kv_events, index=parts.index), parts.forget, clock),
         tokenizer,
         served_name=config.model.served_name,
         health=config.router.health,
         soft_roles=policy.soft_roles and connector.soft_roles,
         clock=clock,
     )
-
-
-def _router(
-    config: ClusterConfig,
-    connector: KVConnector,
-    policy: PathPolicy,
-    brain: Brain,
-    books: _Books,
-    prompts: PromptReader,
-    client: VllmClient,
-    clock: Clock,
-) -> Router:
-    limits, admission = config.limits, config.router.admission
-    legs = Legs(
-        connector=connector,
-        client=client,
-        fleet=lambda: brain.fleet,
-        costs=books.costs,
-        limits=LegLimits(limits.prefill_s, limits.first_byte_s, limits.unary_s),
-        observer=books.metrics,
-        clock=clock,
+    decisions = DecisionLog(config.router.decision_log) if config.router.decision_log else None
+    readings = Readings(
+        queue_waiting=lambda: parts.queue.waiting,
+        costs=lambda: costs.snapshot(clock.now_s()),
+        load=parts.loads.of,
+        leans=lambda: parts.views.leans,
+        tokenizer=parts.prompts.counts,
+        decision_log=decisions.counts if decisions else None,
     )
-    placer = Placer(
+    metrics.watch(lambda: brain.fleet, parts.loads.leases, parts.index, readings)
+    public, admin = _apps(config, parts.router, brain, metrics, decisions, readings, clock)
+    return RouterParts(parts.router, brain, parts.gauge, client, decisions, public, admin)
+
+
+def _behaviour(config: ClusterConfig, policy: PathPolicy, costs: OnlineCosts) -> Behaviour:
+    admission = config.router.admission
+    return Behaviour(
         policy=policy,
         admission=KvAdmission(max_wait_s=admission.max_wait_s, reject_below=admission.reject_below),
-        queue=books.queue,
-        views=books.views,
-        loads=books.loads,
-        observer=books.metrics,
-        max_gap_s=config.slo().max_gap_s,
-        now_s=clock.now_s,
-        rng=random.Random(),
-    )
-    return Router(
-        placer=placer,
-        legs=legs,
-        prompts=prompts,
+        balancer=LeanBalancer(config.slo()),
+        costs=costs,
         outputs=OutputHistory(),
-        failed=functools.partial(_failed, brain, books.metrics),
-        waiting_requests=admission.queue,
-        now_s=clock.now_s,
+    )
+
+
+def _settings(config: ClusterConfig) -> RoutingSettings:
+    limits, admission = config.limits, config.router.admission
+    return RoutingSettings(
+        legs=LegLimits(limits.prefill_s, limits.first_byte_s, limits.unary_s),
+        max_gap_s=config.slo().max_gap_s,
+        queue=admission.queue,
+        max_wait_s=admission.max_wait_s,
+        index_entries=config.router.index_entries,
+        look_s=config.router.health.interval_s,
     )
 
 
@@ -229,20 +160,6 @@ def _tokenizer(config: ClusterConfig, client: VllmClient, clock: Clock) -> Check
     except NotUnderstood as exc:
         log.info("engines are asked for every prompt's tokens: %s", exc)
         return None
-
-
-def _prompts(brain: Brain, books: _Books, tokenizer: CheckedTokenizer | None, client: VllmClient) -> PromptReader:
-    return PromptReader(
-        client=client,
-        fleet=lambda: brain.fleet,
-        index=books.index,
-        requests_on=lambda target: books.loads.of(target).requests,
-        failed=functools.partial(_failed, brain, books.metrics),
-        rng=random.Random(),
-        local=tokenizer,
-        routed=books.routed,
-        lora_of=lambda body: adapter_of(body, brain.adapters()),
-    )
 
 
 def _failed(brain: Brain, metrics: Metrics, target: Target, error: UpstreamError) -> None:

@@ -31,6 +31,7 @@ RANKS = (
     ("policies", "connectors", "cost", "controller.reconcile"),
     ("routing",),
     ("routing.router", "controller", "observability"),
+    ("routing.parts",),
     ("sim",),
     ("planner", "controller.ray_session"),
     ("proxy", "engines", "controller.ray_launcher", "controller.ray_down", "bench"),

@@ -12,15 +12,10 @@ from disagg_router.model import InstanceId, PairState, Slo
 from disagg_router.policies.admission import KvAdmission
 from disagg_router.policies.override import PathOverride
 from disagg_router.policies.registry import build_policy
+from disagg_router.policies.role_balance import LeanBalancer
 from disagg_router.routing.fleet import Fleet, PairStatus
-from disagg_router.routing.legs import LegLimits, Legs
-from disagg_router.routing.loads import Loads
-from disagg_router.routing.placement import Placer
-from disagg_router.routing.prefix_index import PrefixIndex
-from disagg_router.routing.prompts import PromptReader
-from disagg_router.routing.queue import FairQueue
-from disagg_router.routing.router import Router
-from disagg_router.routing.views import Views
+from disagg_router.routing.legs import LegLimits
+from disagg_router.routing.parts import Behaviour, RoutingSettings, Surroundings, routing_parts
 from tests.builders import COSTS, instance, pair, request
 from tests.fakes.client import FakeClient
 from tests.fakes.clock import FakeClock
@@ -69,46 +64,34 @@ class World:
         self.client, self.clock, self.seen, self.suspected = FakeClient(tokens), FakeClock(), Observer(), []
         self.connector = connector or NixlConnector(kv_load_failure_policy="recompute", lease_s=LEASE_S)
         self.costs = FixedCosts(COSTS)
-        self.loads = Loads(costs=self.costs, now_s=self.clock.now_s)
         self.outputs = Outputs()
-        legs = Legs(
-            connector=self.connector,
-            client=self.client,
-            fleet=lambda: self.fleet,
-            costs=self.costs,
-            limits=LegLimits(prefill_s=1, first_byte_s=2, unary_s=3),
-            observer=self.seen,
-            clock=self.clock,
+        parts = routing_parts(
+            Behaviour(
+                policy=PathOverride(build_policy(policy, {})),
+                admission=KvAdmission(max_wait_s=max_wait_s),
+                balancer=LeanBalancer(PATIENT),
+                costs=self.costs,
+                outputs=self.outputs,
+            ),
+            RoutingSettings(
+                legs=LegLimits(prefill_s=1, first_byte_s=2, unary_s=3),
+                max_gap_s=0.5,
+                queue=waiting,
+                max_wait_s=max_wait_s,
+                index_entries=1000,
+                look_s=1.0,
+            ),
+            Surroundings(
+                fleet=lambda: self.fleet,
+                client=self.client,
+                connector=self.connector,
+                observer=self.seen,
+                failed=self.failed,
+                clock=self.clock,
+                rng=random.Random(0),
+            ),
         )
-        self.index = PrefixIndex(1000)
-        prompts = PromptReader(
-            client=self.client,
-            fleet=lambda: self.fleet,
-            index=self.index,
-            requests_on=lambda target: self.loads.of(target).requests,
-            failed=self.failed,
-            rng=random.Random(0),
-        )
-        placer = Placer(
-            policy=PathOverride(build_policy(policy, {})),
-            admission=KvAdmission(max_wait_s=max_wait_s),
-            queue=FairQueue(bound=waiting, max_wait_s=max_wait_s, clock=self.clock),
-            views=Views(lambda: self.fleet, self.loads, self.costs),
-            loads=self.loads,
-            observer=self.seen,
-            max_gap_s=0.5,
-            now_s=self.clock.now_s,
-            rng=random.Random(0),
-        )
-        self.router = Router(
-            placer=placer,
-            legs=legs,
-            prompts=prompts,
-            outputs=self.outputs,
-            failed=self.failed,
-            waiting_requests=waiting,
-            now_s=self.clock.now_s,
-        )
+        self.router, self.loads, self.index = parts.router, parts.loads, parts.index
 
     def failed(self, target, error):
         self.seen.leg_failed(target, error)
