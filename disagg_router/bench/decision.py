@@ -56,6 +56,7 @@ def decision(
         bar = bars.add_task("filling the index", total=blocks)
         world = World(size, seed, lambda done: bars.update(bar, completed=done))
     progress.print(f"{blocks:,} blocks; timing {decisions:,} decisions", highlight=False)
+    spare_collections()  # as a router does
     samples, collections = sample(world, decisions)
     data = as_data(samples, bound_ms, size, collections)
     (progress if as_json else Console()).print(_table(data), _sentence(data), highlight=False)
@@ -67,7 +68,6 @@ def decision(
 def sample(world: World, decisions: int) -> tuple[Samples, int]:
     """The timings, and how many garbage collections of the oldest generation fell among them: it stays switched on."""
     policy, admission = build_policy(POLICY, {}), KvAdmission()
-    spare_collections()  # as a router does
     samples: dict[str, list[float]] = {part: [] for part in TITLES}
     before = 0
     for number, tokens in enumerate(world.prompts(WARM_UP + decisions)):
