@@ -7,7 +7,9 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import ConfigDict, Field, validate_call
 
 from disagg_router.errors import NoDecodeInstance
 from disagg_router.model import Decision, InferenceRequest, Path, Reason, Role, Target
@@ -36,7 +38,7 @@ PREFILLS_EACH = 2  # and to so many prefills for each of them
 TTFT_PRICE = 0.05  # per TTFT objective used up: between ways that all meet it the earlier first token wins
 HANDOFF_PRICE = 0.02  # what a handoff costs besides time: KV pinned on two sides, and more that can fail
 ROLE_PRICE = 0.05  # for using an instance against its configured role
-SAMPLED = 0.01  # at most this share of requests tries the other path when nothing is known of it
+MOST_SAMPLED = 0.01  # of requests; design.md section 7
 SAMPLE_LOSS = 0.1  # and only where it is predicted to cost less than this part of the TTFT objective
 UNKNOWN_SD = 0.5  # relative deviation of a prediction from which on it counts as not known
 COMPUTE_BLOCK_TOKENS = 16  # the smallest piece of a prompt that another target can be said to hold
@@ -61,10 +63,15 @@ class BreakEven:
     """Score of a way: chance(TTFT, TPOT and gap ok) - streams expected to lose theirs - small prices.
 
     With soft roles every target may do either part and a configured role is a preference; otherwise it is binding.
+    `sampled`: at most this share of requests tries the other path when nothing is known of it.
     """
 
     needs_token_count = True
     soft_roles = True
+
+    @validate_call(config=ConfigDict(strict=True))
+    def __init__(self, sampled: Annotated[float, Field(ge=0, le=MOST_SAMPLED)] = MOST_SAMPLED) -> None:
+        self._sampled = sampled
 
     def decide(self, request: InferenceRequest, view: ClusterView) -> Decision:
         decodes: Sequence[TargetView] = view.targets
@@ -81,12 +88,19 @@ class BreakEven:
         if there is None:
             return _decision(request, found, here, _why_alone(request))
         if there.score > here.score:
-            if _is_sampled(request, there, here):
+            if self._is_sampled(request, there, here):
                 return _decision(request, found, here, Reason.SAMPLED)
             return _decision(request, found, there, _why_there(here, there))
-        if _is_sampled(request, here, there):
+        if self._is_sampled(request, here, there):
             return _decision(request, found, there, Reason.SAMPLED)
         return _decision(request, found, here, _why_here(request, here, there))
+
+    def _is_sampled(self, request: InferenceRequest, chosen: _Scored, other: _Scored) -> bool:
+        """Whether the path that was not chosen is tried, since nothing is known of it and little is lost by it."""
+        if request.tiebreak >= self._sampled or other.way.sd_s < UNKNOWN_SD * (other.way.mean_s - request.waited_s):
+            return False
+        later_s = other.way.mean_s - chosen.way.mean_s
+        return later_s < SAMPLE_LOSS * request.slo.ttft_s and other.lost - chosen.lost < SAMPLE_LOSS
 
 
 # --- the search ---------------------------------------------------------------------------------------------------
@@ -206,14 +220,6 @@ def _uncounted(request: InferenceRequest, decodes: Sequence[TargetView]) -> Deci
 
 
 # --- why ----------------------------------------------------------------------------------------------------------
-
-
-def _is_sampled(request: InferenceRequest, chosen: _Scored, other: _Scored) -> bool:
-    """Whether the path that was not chosen is tried, since nothing is known of it and little is lost by it."""
-    if request.tiebreak >= SAMPLED or other.way.sd_s < UNKNOWN_SD * (other.way.mean_s - request.waited_s):
-        return False
-    later_s = other.way.mean_s - chosen.way.mean_s
-    return later_s < SAMPLE_LOSS * request.slo.ttft_s and other.lost - chosen.lost < SAMPLE_LOSS
 
 
 def _why_alone(request: InferenceRequest) -> Reason:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from disagg_router.errors import NoDecodeInstance
+from disagg_router.errors import ConfigError, NoDecodeInstance
 from disagg_router.model import Path, Reason, Slo
 from disagg_router.policies.registry import build_policy
 from disagg_router.timing import LinkTiming
@@ -169,6 +169,22 @@ def test_a_path_nothing_is_known_of_is_tried_on_a_hundredth_of_the_requests():
     cluster = dataclasses.replace(split_view(), costs=unknown)
     decisions = [decide(cluster, tiebreak=tiebreak) for tiebreak in (0.005, 0.015)]
     assert [(d.path, d.reason) for d in decisions] == [(REMOTE, Reason.SAMPLED), (LOCAL, Reason.SHORT_PROMPT)]
+
+
+@pytest.mark.parametrize(("sampled", "path"), [(0.0, LOCAL), (0.004, LOCAL), (0.006, REMOTE)])
+def test_fewer_may_be_sampled(sampled, path):
+    """None at all, too; a tiebreak of 0.005."""
+    unknown = dataclasses.replace(COSTS, link=LinkTiming(0.02, 1e9, sd=5.0))
+    asked = request(slo=CHAT, prompt_tokens=200, tiebreak=0.005)
+    policy = build_policy("break_even", {"sampled": sampled})
+    assert policy.decide(asked, dataclasses.replace(split_view(), costs=unknown)).path is path
+
+
+@pytest.mark.parametrize("sampled", [-0.1, 0.02, "much"])
+def test_more_than_a_hundredth_is_not_sampled(sampled):
+    """Nor is what is no share."""
+    with pytest.raises(ConfigError, match="sampled"):
+        build_policy("break_even", {"sampled": sampled})
 
 
 def test_equals_are_shared_out_by_the_tiebreak():
