@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -233,7 +233,7 @@ class EngineResponse(Protocol):
 @dataclass(frozen=True, slots=True)
 class EngineReport:
     """What an engine says of itself. `model_cards` are the entries of its /v1/models, as they are; `kv_events` and
-    `kv_replay` the ZMQ endpoints of its rank 0, where it publishes."""
+    `kv_replay` the ZMQ endpoints of its rank 0, where it publishes; `kv_capacity_tokens` is of all its ranks."""
 
     fingerprint: Fingerprint
     served_models: tuple[str, ...]
@@ -242,6 +242,7 @@ class EngineReport:
     dp_size: int = 1
     kv_events: str | None = None
     kv_replay: str | None = None
+    kv_capacity_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +269,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def tokenize(self, url: str, body: Body) -> list[int]:
+    async def tokenize(self, url: str, body: Body) -> Sequence[int]:
         """The token ids the engine makes of this completion or chat body."""
         ...
 

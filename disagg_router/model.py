@@ -110,13 +110,18 @@ class Instance:
     kv_events: str | None = None  # ZMQ endpoint that publishes, and
     kv_replay: str | None = None  # the one that says again what was missed
     dp_size: int = 1  # data-parallel ranks
+    kv_capacity_tokens: int | None = None  # of all ranks; None where the engine does not say
+    side_channel: str | None = None  # host:port of the connector's handshake
 
     @property
     def targets(self) -> tuple[Target, ...]:
         """One for each data-parallel rank."""
         return tuple(Target(self.id, rank) for rank in range(self.dp_size))
 
-    side_channel: str | None = None  # host:port of the connector's handshake
+    @property
+    def rank_capacity_tokens(self) -> int | None:
+        """KV of one target; the ranks of one server are alike."""
+        return None if self.kv_capacity_tokens is None else self.kv_capacity_tokens // self.dp_size
 
 
 class Estimate(NamedTuple):

@@ -110,4 +110,4 @@ class CheckedTokenizer:
             theirs = await self._client.tokenize(instance.url, shape)
         except UpstreamRefused:
             return None
-        return list(await self.tokenizer.ids(prompt)) == theirs
+        return list(await self.tokenizer.ids(prompt)) == list(theirs)

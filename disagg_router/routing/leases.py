@@ -159,6 +159,13 @@ class LeaseBook:
             if leases.prefills.settle(now_s):
                 self._touched.add(target)
 
+    def sized(self, target: Target, capacity_tokens: int) -> None:
+        """Nothing is known of the engine yet but its capacity."""
+        leases = self.changing(target)
+        if leases.kv_capacity_bytes == math.inf:
+            leases.gone = False
+            leases.kv_capacity_bytes = capacity_tokens * self._costs.snapshot(self.now_s()).kv_bytes_per_token
+
     def reconcile(self, target: Target, engine: EngineLoad) -> None:
         """Take over what the engine says: its capacity, and what is on it beyond our leases.
 

@@ -55,6 +55,11 @@ class Loads:
         """One target's load, fresh."""
         return self._build(target, self._now_s())
 
+    def sized(self, target: Target, capacity_tokens: int | None) -> None:
+        """How much KV fits there, as long as no probe has said it: from its first request on a target has a bound."""
+        if capacity_tokens is not None:
+            self.leases.sized(target, capacity_tokens)
+
     def reconcile(self, target: Target, engine: EngineLoad) -> None:
         """Take over what a probe found; see LeaseBook.reconcile."""
         self.leases.reconcile(target, engine)

@@ -99,7 +99,10 @@ def routing_parts(
     costs, fleet, client, clock = behaviour.costs, around.fleet, around.client, around.clock
     loads = Loads(costs=costs, now_s=clock.now_s)
     views = Views(fleet, loads, costs)
-    index, routed = PrefixIndex(settings.index_entries), RoutedPrefixes(clock.now_s)
+    index, routed = (
+        PrefixIndex(settings.index_entries),
+        RoutedPrefixes(clock.now_s, capacity_tokens=_capacity_of(fleet)),
+    )
     queue = FairQueue(bound=settings.queue, max_wait_s=settings.max_wait_s, clock=clock)
     prompts = PromptReader(
         client=client,
@@ -133,6 +136,14 @@ def routing_parts(
         clock=clock,
     )
     return RoutingParts(router, gauge, loads, views, index, routed, queue, prompts)
+
+
+def _capacity_of(fleet: Callable[[], Fleet]) -> Callable[[Target], int | None]:
+    def tokens(target: Target) -> int | None:
+        instance = fleet().instances.get(target.instance)
+        return None if instance is None else instance.rank_capacity_tokens
+
+    return tokens
 
 
 def _placer(

@@ -54,4 +54,7 @@ class Views:
             self._roles = tuple(role for _, role in found)
             self._views = tuple(TargetView(target, role) for target, role in found)
             self._loaded = ()
+        for instance in fleet.ready():
+            for target in instance.targets:
+                self._loads.sized(target, instance.rank_capacity_tokens)
         self._partners = partners_of(fleet.tested_pairs(), self._targets)

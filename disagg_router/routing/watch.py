@@ -134,4 +134,5 @@ class InstanceWatch:
             dp_size=report.dp_size,
             kv_events=report.kv_events,
             kv_replay=report.kv_replay,
+            kv_capacity_tokens=report.kv_capacity_tokens,
         )

@@ -104,9 +104,9 @@ def test_another_salt_finds_nothing(cluster):
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     args = "max-model-len: 8192, block-size: 32, enable-prompt-tokens-details: true"
-    with running(
-        tmp_path_factory.mktemp("twins"), cluster_config("pools: {unified: {instances: 2}}", args=args)
-    ) as serving:
+    router = "policy: {name: break_even, sampled: 0}"  # a path that is tried for its own sake is no news here
+    config = cluster_config("pools: {unified: {instances: 2}}", router, args)
+    with running(tmp_path_factory.mktemp("twins"), config) as serving:
         yield serving
 
 

@@ -152,6 +152,7 @@ async def test_a_report_holds_what_the_engine_tells(client: VllmClient, engine: 
     assert report.fingerprint == expected
     assert (report.served_models, report.model_cards[0]["max_model_len"]) == (("tiny",), 8192)
     assert report.model_cards[0]["owned_by"] == "vllm"
+    assert report.kv_capacity_tokens == 32_000  # 1,000 blocks
     engine.started_s += 20
     assert (await client.report(engine.url)).incarnation != report.incarnation
 

@@ -179,7 +179,8 @@ class FakeEngine:
         return "\n".join(
             [
                 f"process_start_time_seconds {self.started_s}",
-                f'vllm:cache_config_info{{block_size="{self.block_size}",cache_dtype="auto",engine="0"}} 1.0',
+                f'vllm:cache_config_info{{block_size="{self.block_size}",cache_dtype="auto",engine="0",'
+                f'num_gpu_blocks="1000"}} 1.0',
                 f"vllm:num_requests_running{{{labels}}} 0.0",
                 f"vllm:kv_cache_usage_perc{{{labels}}} {len(self.pinned) / 100}",
                 f'vllm:prompt_tokens_by_source_total{{{labels},source="external_kv_transfer"}} {self.pulled_tokens}.0',

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
-from disagg_router.interfaces import Claim
+from disagg_router.interfaces import Claim, EngineLoad
 from disagg_router.model import InstanceId, InstanceState, PairState
 from disagg_router.routing.fleet import Fleet, PairStatus
 from disagg_router.routing.loads import Loads
@@ -46,6 +47,15 @@ def test_each_rank_is_a_target():
     """An instance with two data-parallel ranks is two."""
     view = World(instance("d0", dp_size=2)).view()
     assert [(t.target.instance, t.target.dp_rank) for t in view.targets] == [("d0", 0), ("d0", 1)]
+
+
+def test_a_new_target_has_a_bound_before_anybody_has_probed_it():
+    """What the engine said of itself when it came: 4,000 tokens over two ranks, 1,000 bytes each."""
+    world = World(instance("d0", dp_size=2, kv_capacity_tokens=4000), instance("d1"))
+    assert [t.load.kv_capacity_bytes for t in world.view().targets] == [2e6, 2e6, math.inf]
+    world.loads.reconcile(target("d0"), EngineLoad(0, 0, 0.0, kv_capacity_tokens=3000))
+    world.fleet = dataclasses.replace(world.fleet, soft_roles=False)
+    assert world.view().targets[0].load.kv_capacity_bytes == 3e6
 
 
 def test_a_lease_shows_in_the_next_view_and_in_no_other_target():
