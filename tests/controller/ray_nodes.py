@@ -48,10 +48,10 @@ class RayNodes:
         self.address = shown.findall(log.read_text())[0]
 
     def start(self, *labels: str) -> None:
-        """Each a node of its own; they have joined when this returns."""
+        """Each a node of its own, one after the other: of two that start at once in one folder, one may never
+        register. They have joined when this returns."""
         for label in labels:
             self._start(label, f"--address={self.address}")
-        for label in labels:
             log = self._folder / f"{label}.log"
             assert wait_until(lambda log=log: "Ray runtime started" in log.read_text(), 90), log.read_text()
 
