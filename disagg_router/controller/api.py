@@ -30,8 +30,8 @@ def create_app(feed: FleetFeed, long_poll_s: float = LONG_POLL_S) -> FastAPI:
 
 
 def fleet_json(snapshot: FleetSnapshot) -> dict[str, Any]:
-    """Without `kv_replay` and `dp_size`: a router asks the engine itself for them."""
+    """Without `kv_replay`, `dp_size` and `kv_capacity_tokens`: a router asks the engine itself for them."""
     told = [asdict(instance) for instance in snapshot.instances]
     for instance in told:
-        del instance["kv_replay"], instance["dp_size"]
+        del instance["kv_replay"], instance["dp_size"], instance["kv_capacity_tokens"]
     return {"version": snapshot.version, "instances": told}

@@ -20,8 +20,8 @@ SILENT_PROBES = 3  # a busy engine may miss a probe; a refused connection counts
 class InstanceWatch:
     """Probes one instance and keeps `seen`: the declared instance with what was found out laid over it.
 
-    A fleet source that starts engines itself names their incarnation; for the others a new start shows as another
-    `report.incarnation`, or, where the engine tells none, as having been away.
+    A new start shows as another incarnation of the fleet source's, where that names them, or of `report`: a source may
+    hear late that a process was restarted in its place. Where neither tells, having been away stands for it.
     """
 
     def __init__(
@@ -126,11 +126,12 @@ class InstanceWatch:
             absent = InstanceState.UNREACHABLE if self._was_up else InstanceState.STARTING
             return dataclasses.replace(declared, state=absent)
         fingerprint, _ = merge(declared.fingerprint, report.fingerprint)
+        told = "/".join(filter(None, (declared.incarnation, report.incarnation)))
         return dataclasses.replace(
             declared,
             state=InstanceState.READY,
             fingerprint=fingerprint,
-            incarnation=declared.incarnation or report.incarnation or f"arrival-{self._arrivals}",
+            incarnation=told or f"arrival-{self._arrivals}",
             dp_size=report.dp_size,
             kv_events=report.kv_events,
             kv_replay=report.kv_replay,

@@ -118,6 +118,20 @@ async def test_a_new_incarnation_has_to_prove_itself():
         assert (world.state, world.watch.seen.incarnation) == (InstanceState.READY, "d0-second")
 
 
+async def test_a_restart_in_place_shows_before_the_source_hears_of_it():
+    """The same pod or actor by name, another process by its own word."""
+    world = World()
+    world.client.reports["d0"] = dataclasses.replace(REPORT, incarnation="at-1")
+    async with world.running():
+        assert world.watch.seen.incarnation == "d0-first/at-1"
+        world.client.health["d0"] = False
+        await world.clock.advance(1)
+        world.client.health["d0"] = True
+        world.client.reports["d0"] = dataclasses.replace(REPORT, incarnation="at-2")
+        await world.clock.advance(1)
+        assert world.watch.seen.incarnation == "d0-first/at-2"
+
+
 async def test_an_instance_nobody_launched_tells_its_incarnation_itself():
     """By its start time, or else by having been away."""
     world = World(dataclasses.replace(DECLARED, incarnation=""))
