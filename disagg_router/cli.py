@@ -32,6 +32,7 @@ from disagg_router.observability.explain_tables import tables
 from disagg_router.proxy.admin_client import ADMIN_URL, fetch_status
 from disagg_router.serve import OWNER_VARIABLE, ChildEnded, ServePlan
 from disagg_router.serve import serve as run_serve
+from disagg_router.sim.command import simulate_command
 from disagg_router.wiring import (
     Addresses,
     bind,
@@ -200,6 +201,9 @@ def explain(
     console = Console(markup=False)  # what stands in a file is shown as it is
     for part in tables(summary):
         console.print(part, highlight=False)
+
+
+app.command("simulate")(simulate_command)
 
 
 @app.command()

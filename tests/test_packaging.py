@@ -151,7 +151,8 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = [file.relative_to(ROOT) for file in MODULES.values()]
     expected = {str(path if path.parts[0] == PACKAGE else PACKAGE / path) for path in sources}
-    assert packed == expected | {f"{PACKAGE}/py.typed"}
+    tables = {str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE / "sim" / "tables").iterdir()}
+    assert packed == expected | tables | {f"{PACKAGE}/py.typed"}
 
 
 # --- constraints.txt -----------------------------------------------------------------------------------------------

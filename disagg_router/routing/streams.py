@@ -64,6 +64,13 @@ class Stream:
         streams.context_tokens += events
         streams.last_s = now_s
 
+    def follow(self, tokens: int, last_s: float, max_gap_s: float) -> None:
+        """As `count`, for many events at once: so many tokens have come in all, the last one then."""
+        streams = self._streams
+        streams.context_tokens += tokens - self.tokens
+        self.tokens, self.last_s, self.max_gap_s = tokens, last_s, max_gap_s
+        streams.last_s = max(streams.last_s, last_s)
+
     def close(self) -> None:
         """It is over, however it ended. A second time does nothing."""
         self._streams.remove(self)

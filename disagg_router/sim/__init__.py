@@ -1,0 +1,1 @@
+"""A simulated fleet under the product's own router, in virtual time."""
