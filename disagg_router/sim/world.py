@@ -42,6 +42,7 @@ from disagg_router.sim.model import FleetPlan, Workload
 from disagg_router.sim.profiles import Profile
 from disagg_router.sim.scheduler import Room
 from disagg_router.timing import LinkTiming
+from disagg_router.view import ClusterView
 
 INDEX_ENTRIES = 4_000_000
 QUEUE, MAX_WAIT_S = 1024, 30.0  # the product's defaults
@@ -85,6 +86,19 @@ class Seen:
         self.handoffs[result] = self.handoffs.get(result, 0) + 1
 
 
+class Counted:
+    """A policy that would not ask for a prompt's length, with an admission that has to know it: who compares policies
+    under one admission must not leave it blind for some of them."""
+
+    needs_token_count = True
+
+    def __init__(self, policy: PathPolicy) -> None:
+        self._policy, self.soft_roles = policy, policy.soft_roles
+
+    def decide(self, request: InferenceRequest, view: ClusterView) -> Decision:
+        return self._policy.decide(request, view)
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     parts: RoutingParts
@@ -111,7 +125,7 @@ def build(setup: Setup, workload: Workload, policy: PathPolicy, loop: VirtualLoo
     max_wait_s = MAX_WAIT_S if setup.admission else math.inf
     parts = routing_parts(
         Behaviour(
-            policy=policy,
+            policy=Counted(policy),
             admission=KvAdmission(max_wait_s=max_wait_s, reject_below=0.1 if setup.admission else None),
             balancer=LeanBalancer(setup.slo),
             costs=costs,
