@@ -23,7 +23,7 @@ from disagg_router.interfaces import Clock
 from disagg_router.model import Decision
 from disagg_router.observability.requests import RequestRecord, RequestRecorder
 from disagg_router.proxy.openai import ROUTED_ENDPOINTS, ClientCall, error_body, request_id_of
-from disagg_router.proxy.streams import ErrorWatch, FirstContent, error_event, tokens_in
+from disagg_router.proxy.streams import ErrorWatch, FirstContent, error_event, tokens_in, tokens_said
 from disagg_router.routing.router import Routed, Router
 
 Message = MutableMapping[str, Any]
@@ -101,6 +101,7 @@ class RoutedEndpoint:
         stream = routed.stream
         assert stream is not None
         first, errors, now_s = FirstContent(), ErrorWatch(), self._clock.now_s
+        before = last = b""
         try:
             async for chunk in routed.response.chunks():
                 if first.done:
@@ -108,6 +109,7 @@ class RoutedEndpoint:
                 elif first.feed(chunk):
                     record.first_content_s = now_s()
                     stream.count(1, record.first_content_s)
+                before, last = last, chunk
                 await out.send(errors.feed(chunk))
                 if errors.ended:
                     record.outcome = "engine_error"
@@ -117,7 +119,7 @@ class RoutedEndpoint:
                     return
         finally:
             record.last_content_s, record.max_gap_s = stream.last_s, stream.max_gap_s
-            record.output_tokens = stream.tokens
+            record.output_tokens = tokens_said(before + last) or stream.tokens
 
     async def _read_body(self, headers: dict[str, str], receive: Receive) -> bytes:
         """Raises BodyTooLarge before reading all of it, RequestError when the client is too slow, ClientGone."""

@@ -71,9 +71,29 @@ def tokens_in(chunk: bytes) -> int:
     return chunk.count(b"\n\n") - chunk.endswith(b"data: [DONE]\n\n")
 
 
+def tokens_said(end: bytes) -> int | None:
+    """What the engine's own usage says of the answer, where the client asked for it: `end` is how the stream ended.
+    Events are not tokens: an engine that is ahead of its reader puts several into one."""
+    for event in reversed(end.split(b"\n\n")):
+        if event.startswith(b"data: {") and b'"usage"' in event:
+            try:
+                return msgspec.json.decode(event[6:], type=_Told).usage.completion_tokens
+            except msgspec.MsgspecError:
+                return None
+    return None
+
+
 def error_event(error: RequestError) -> bytes:
     """The last event of a stream whose engine was lost. It starts with the end of whatever event was cut."""
     return b"\n\ndata: " + error_body(error) + b"\n\n"
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int
+
+
+class _Told(msgspec.Struct):
+    usage: _Usage
 
 
 def _has_content(event: bytes) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg_router.proxy.streams import ErrorWatch, FirstContent
+from disagg_router.proxy.streams import ErrorWatch, FirstContent, tokens_said
 
 GOOD = (
     b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
@@ -64,3 +64,27 @@ def test_c39_the_role_alone_is_no_content(size):
 def test_what_counts_as_content(event, content):
     """Text, or anything in a delta beside its role."""
     assert FirstContent().feed(event + b"\n\n") is content
+
+
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 9, "total_tokens": 105, "completion_tokens": 96}}\n\n'
+CONTENT = b'data: {"choices": [{"text": "ab"}], "usage": null}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "tokens"),
+    [
+        (CONTENT + USAGE + DONE, 96),
+        (b'ext": "cut"}]}\n\n' + USAGE + DONE, 96),
+        (USAGE, 96),
+        (USAGE.replace(b"[]", b'[{"text": "x"}]') + DONE, 96),  # with every event
+        (CONTENT + DONE, None),
+        (CONTENT.replace(b', "usage": null', b"") + DONE, None),
+        (b'data: {"choices": [{"text": "\\"usage\\": 7"}]}\n\n' + DONE, None),
+        (USAGE[20:] + DONE, None),
+        (b"", None),
+    ],
+)
+def test_the_engines_own_count_at_the_end(end, tokens):
+    """Where it says one; what is cut or absent says nothing."""
+    assert tokens_said(end) == tokens
