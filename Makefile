@@ -1,7 +1,7 @@
 bin := .venv/bin
 sources := disagg_router connectors policies examples helm tests .ci
 
-.PHONY: help setup demo test test-long test-helm bench-mixed bench-decision lint format clean
+.PHONY: help setup demo test test-long test-helm bench-mixed bench-decision grid lint format clean
 
 help:
 	@echo "make setup    .venv with everything pinned, and the tiny model in ./model"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-helm  the chart, the image's build file and their examples, rendered and checked with the real helm"
 	@echo "make bench-mixed  half an hour: break_even against the other policies, on four engines on this machine's CPU"
 	@echo "make bench-decision  the CPU time of one decision, part by part"
+	@echo "make grid     hours: break_even against the best fixed configuration in 48 simulated cells; QUICK=1 takes minutes"
 	@echo "make lint     ruff, mypy, pyright"
 	@echo "make format   let ruff rewrite the sources"
 	@echo "make clean    remove what the other targets made"
@@ -35,6 +36,9 @@ bench-mixed: setup
 
 bench-decision: setup
 	@$(bin)/python -m disagg_router.bench.decision
+
+grid: setup
+	@$(bin)/python -m disagg_router.sim.grid
 
 lint: setup
 	$(bin)/ruff check $(sources)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -53,9 +54,10 @@ class SimResponse:
 
 
 class SimClient:
-    """`engines` by url, which is the instance's id as well."""
+    """`engines` by url, which is the instance's id as well. A load is as of `load_age_s` ago when it is told."""
 
-    def __init__(self, engines: Mapping[InstanceId, SimInstance], workload: Workload) -> None:
+    def __init__(self, engines: Mapping[InstanceId, SimInstance], workload: Workload, load_age_s: float = 0.0) -> None:
+        self._load_age_s = load_age_s
         self._engines: Mapping[str, SimInstance] = {str(id_): engine for id_, engine in engines.items()}
         self._workload = workload
         self._decoder = msgspec.json.Decoder(_Asked)
@@ -101,7 +103,10 @@ class SimClient:
         return {}
 
     async def load(self, url: str) -> EngineLoad:
-        return self._engines[url].load()
+        load = self._engines[url].load()
+        if self._load_age_s:
+            await asyncio.sleep(self._load_age_s)
+        return load
 
     def _job(self, arrival: Arrival, output_tokens: int, *, pinned: bool) -> Job:
         self._legs += 1

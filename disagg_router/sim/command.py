@@ -6,7 +6,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +22,11 @@ from disagg_router.policies.registry import build_policy
 from disagg_router.sim.describe import describe
 from disagg_router.sim.drive import Run, simulate
 from disagg_router.sim.model import FleetPlan, Workload
+from disagg_router.sim.oracle import Sampling, Tried, simulate_with_branches
+from disagg_router.sim.oracle_bound import hindsight
 from disagg_router.sim.picture import draw
 from disagg_router.sim.profiles import Profile, load_profiles
+from disagg_router.sim.regret import regret_figures, regret_rows
 from disagg_router.sim.report import Timeline, figures
 from disagg_router.sim.workloads import Cut, Lengths, Pace, load, synthetic
 from disagg_router.sim.world import Setup
@@ -53,6 +56,7 @@ def simulate_command(  # noqa: PLR0913, PLR0917 - one option each
     link_gbyte_per_s: Annotated[float, typer.Option(help="Of each instance, each direction; inf is ideal.")] = 12,
     prior_factor: Annotated[float, typer.Option(help="The policy's first guess of prefill times is off by it.")] = 2.0,
     seed: Annotated[int, typer.Option(help="Of arrivals, noise and ties.")] = 1,
+    regret: Annotated[bool, typer.Option("--regret", help="Try other decisions as well: much slower.")] = False,
     picture: Annotated[Path | None, typer.Option(metavar="FILE.png", help="The run over time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")] = False,
 ) -> None:
@@ -69,8 +73,10 @@ def simulate_command(  # noqa: PLR0913, PLR0917 - one option each
     workload = _workload(trace, format_, synthetic_, rate, requests, seed)
     chosen = policy_named(policy, threshold)
     timeline = Timeline(workload.arrivals[-1].at_s if workload.arrivals else 0.0)
-    run, wall_s = _run(setup, workload, chosen, timeline)
+    run, tried, wall_s = _run(setup, workload, chosen, timeline, regret=regret)
     found = figures(run, setup) | {"wall_s": wall_s, "simulated_requests_per_s": len(run.outcomes) / wall_s}
+    if regret:
+        found["regret"] = regret_figures(tried, hindsight(setup, workload), seed)
     if picture is not None:
         draw(timeline, run.outcomes, setup, picture)
     console = Console(stderr=as_json)
@@ -99,18 +105,26 @@ def policy_named(name: str, threshold_tokens: int | None) -> PathPolicy:
     return build_policy(name, {"tokens": threshold_tokens} if with_tokens else {})
 
 
-def _run(setup: Setup, workload: Workload, policy: PathPolicy, timeline: Timeline) -> tuple[Run, float]:
+def _run(
+    setup: Setup, workload: Workload, policy: PathPolicy, timeline: Timeline, *, regret: bool
+) -> tuple[Run, Sequence[Tried], float]:
     began_s = time.monotonic()
-    with Progress(console=Console(stderr=True), transient=True) as bars:
+    # A thread that refreshes the bar would hold locks while the process forks.
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as bars:
         bar = bars.add_task("simulating", total=len(workload.arrivals))
-        run = simulate(
-            setup,
-            workload,
-            policy,
-            watch=timeline.watch,
-            progress=lambda done: bars.update(bar, completed=done) if done % 100 == 0 else None,
-        )
-    return run, time.monotonic() - began_s
+
+        def progress(done: int) -> None:
+            if done % (10 if regret else 100) == 0:
+                bars.update(bar, completed=done, refresh=True)
+
+        if regret:
+            sampling = Sampling(seed=setup.seed)
+            run, tried = simulate_with_branches(
+                setup, workload, policy, sampling, watch=timeline.watch, progress=progress
+            )
+        else:
+            run, tried = simulate(setup, workload, policy, watch=timeline.watch, progress=progress), ()
+    return run, tried, time.monotonic() - began_s
 
 
 def _workload(
@@ -172,6 +186,11 @@ def _table(found: Mapping[str, Any], workload: Workload, policy: str, pools: str
     for name, count in {**found["requests"], **found["paths"]}.items():
         table.add_row(name.replace("_", " "), "", "", f"{count:,}")
     table.add_row("KV moved, GB", "", "", f"{found['kv_bytes_moved'] / 1e9:,.1f}")
+    if "regret" in found:
+        table.add_section()
+        for label, figure in regret_rows(found["regret"]):
+            table.add_row(label, "", "", figure)
+        table.add_section()
     speed = found["simulated_requests_per_s"]
     table.add_row("simulated requests per second", "", "", f"{speed:,.0f}" if math.isfinite(speed) else "")
     return table

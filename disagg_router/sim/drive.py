@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from disagg_router.errors import ErrorCode, RequestError
 from disagg_router.interfaces import PathPolicy, Reject
-from disagg_router.model import Decision, InferenceRequest, Slo
+from disagg_router.model import Decision, InferenceRequest
 from disagg_router.routing.streams import Stream
 from disagg_router.sim.client import SimResponse
 from disagg_router.sim.jobs import Job
 from disagg_router.sim.loop import VirtualLoop, run
 from disagg_router.sim.model import Arrival, End, Outcome, Workload
-from disagg_router.sim.world import Setup, World, build
+from disagg_router.sim.noise import Delay
+from disagg_router.sim.world import SILENT, Setup, Taps, World, build
 
 ENDPOINT = "/v1/completions"
 FOLLOW_S = 0.1  # as old as the router lets its view of a stream become
@@ -35,16 +36,17 @@ def simulate(
     *,
     watch: Callable[[World], None] = lambda _: None,
     progress: Callable[[int], None] = lambda _: None,
+    taps: Taps = SILENT,
 ) -> Run:
     """`watch` is called with the world before anything happens: it may put tasks of its own on the loop, which end with
     the run. `progress` hears how many arrivals have ended."""
     loop = VirtualLoop()
 
     async def main() -> Run:
-        world = build(setup, workload, policy, loop)
+        world = build(setup, workload, policy, loop, taps)
         watch(world)
         gauge = asyncio.create_task(world.parts.gauge.run())
-        outcomes = await _Driver(world, workload, setup.slo, progress).run()
+        outcomes = await _Driver(world, workload, setup, progress).run()
         gauge.cancel()
         await asyncio.gather(gauge, return_exceptions=True)
         return Run(outcomes, world, loop.time())
@@ -73,11 +75,12 @@ class _Record:
 
 
 class _Driver:
-    def __init__(self, world: World, workload: Workload, slo: Slo, progress: Callable[[int], None]) -> None:
-        self._world, self._workload, self._slo, self._progress = world, workload, slo, progress
+    def __init__(self, world: World, workload: Workload, setup: Setup, progress: Callable[[int], None]) -> None:
+        self._world, self._workload, self._slo, self._progress = world, workload, setup.slo, progress
+        self._delay = Delay(setup.noise.state_age_s, world.loop)
         self._now_s = world.loop.time
         self._live: dict[Job, Stream] = {}
-        self._outcomes: list[Outcome] = []
+        self._outcomes, self._underway = world.standing.outcomes, world.standing.underway
 
     async def run(self) -> tuple[Outcome, ...]:
         follower = asyncio.create_task(self._keep_following())
@@ -93,6 +96,7 @@ class _Driver:
 
     async def _serve(self, arrival: Arrival) -> None:
         record, number = _Record(), arrival.number
+        self._underway[number] = None
         body = {"model": "sim", "prompt": number, "max_tokens": arrival.output_tokens, "stream": True}
         asked = InferenceRequest(str(number), ENDPOINT, stream=True, splittable=True, slo=self._slo)
         try:
@@ -102,6 +106,7 @@ class _Driver:
                 assert stream is not None
                 stream.follow(1, job.first_s, 0.0)
                 self._live[job] = stream
+                self._underway[number] = job
                 try:
                     await job.done
                 finally:
@@ -113,6 +118,7 @@ class _Driver:
             end = End.FAILED if exc.code in _FAILURES else End.REFUSED
             self._outcomes.append(_ended(arrival, end, record))
         finally:
+            del self._underway[number]
             self._world.client.ended(number)
             self._progress(len(self._outcomes))
 
@@ -124,8 +130,13 @@ class _Driver:
     def _follow(self) -> None:
         for engine in self._world.engines.values():
             engine.catch_up()
-        for job, stream in self._live.items():
-            stream.follow(job.tokens, job.last_s, job.max_gap_s)
+        far = [(job, stream, job.tokens, job.last_s, job.max_gap_s) for job, stream in self._live.items()]
+        self._delay.tell(lambda: self._tell(far))
+
+    def _tell(self, far: list[tuple[Job, Stream, int, float, float]]) -> None:
+        for job, stream, tokens, last_s, max_gap_s in far:
+            if job in self._live:  # still, when this is heard of
+                stream.follow(tokens, last_s, max_gap_s)
 
 
 def _done(arrival: Arrival, job: Job, record: _Record) -> Outcome:

@@ -16,7 +16,7 @@ from disagg_router.sim.kv_cache import Held
 from disagg_router.sim.links import Links, Transfer
 from disagg_router.sim.scheduler import Room, Scheduler, Sequence
 
-JUMP_STEPS = 64  # at most; the step in the middle stands for all of them, which is exact where tables are linear
+JUMP_STEPS = 64  # at most; between the first and the last of them times lie on a line, as they do where tables do
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,29 @@ class Handoffs:
 
 @dataclass(slots=True)
 class _Jump:
-    """Steps of streams alone, `counted` of which show in their figures already."""
+    """Steps of streams alone, each longer than the one before by `growth_s`; `counted` of them show in the streams'
+    figures already. `timer` is set as soon as it is known when they end."""
 
     begun_s: float
-    step_s: float
+    first_s: float
+    growth_s: float
     steps: int
-    timer: asyncio.TimerHandle
+    timer: asyncio.TimerHandle | None = None
     counted: int = 0
+
+    def ended_s(self, steps: int) -> float:
+        """When so many of them are over."""
+        return self.begun_s + steps * (self.first_s + (steps - 1) / 2 * self.growth_s)
+
+    def over(self, now_s: float) -> float:
+        """How many are over: the inverse."""
+        passed_s, half_s = now_s - self.begun_s, self.growth_s / 2
+        first_s = self.first_s - half_s
+        return 2 * passed_s / (first_s + math.sqrt(max(0.0, first_s * first_s + 4 * half_s * passed_s)))
+
+    def longest_s(self, steps: int) -> float:
+        """Of the first so many."""
+        return self.first_s + max(0.0, (steps - 1) * self.growth_s)
 
 
 class SimInstance:
@@ -112,8 +128,7 @@ class SimInstance:
     def catch_up(self) -> None:
         """Count the whole steps that are over."""
         if (jump := self._jump) is not None:
-            over = int((self._loop.time() - jump.begun_s) / jump.step_s + 1e-9)
-            self._count_steps(jump, min(over, jump.steps))
+            self._count_steps(jump, min(int(jump.over(self._loop.time()) + 1e-9), jump.steps))
 
     def load(self) -> EngineLoad:
         scheduler = self.scheduler
@@ -131,11 +146,10 @@ class SimInstance:
     def _wake(self) -> None:
         """Something has changed: a jump ends with the step that runs now."""
         if (jump := self._jump) is not None:
-            steps = math.floor((self._loop.time() - jump.begun_s) / jump.step_s - 1e-9) + 1
+            steps = math.floor(jump.over(self._loop.time()) - 1e-9) + 1
             if steps < jump.steps:
-                jump.timer.cancel()
                 jump.steps = max(1, steps)
-                jump.timer = self._loop.call_at(jump.begun_s + jump.steps * jump.step_s, self._jump_ended)
+                self._until_end_of(jump)
         elif self._step is None:
             self._step = self._loop.call_soon(self._begin_step)
 
@@ -155,7 +169,8 @@ class SimInstance:
         alone = scheduler.prefills_first and any(tokens > 1 for _, tokens in chunks)
         streams = [] if alone else list(scheduler.decoding())
         parts = [(tokens, sequence.computed_tokens) for sequence, tokens in chunks]
-        seconds = self._noisy(self._timings.step_s(parts, len(streams), 0 if alone else scheduler.context_tokens))
+        context_tokens = 0 if alone else scheduler.context_tokens
+        seconds = self._noise() * self._timings.step_s(parts, len(streams), context_tokens)
         self.busy_s += seconds
         self._step = self._loop.call_later(seconds, self._mixed_ended, chunks, streams)
 
@@ -164,18 +179,26 @@ class SimInstance:
         streams = scheduler.streams
         left = min(one.job.output_tokens - one.job.tokens for one in scheduler.decoding())
         steps = max(1, min(left, JUMP_STEPS, scheduler.spare_tokens))
-        context_tokens = scheduler.context_tokens + streams * (steps - 1) / 2
-        step_s = self._noisy(self._timings.step_s((), streams, context_tokens))
-        now_s = self._loop.time()
-        timer = self._loop.call_at(now_s + steps * step_s, self._jump_ended)
-        self._jump = _Jump(now_s, step_s, steps, timer)
+        luck, further = self._noise(), steps - 1
+        first_s = luck * self._timings.step_s((), streams, scheduler.context_tokens)
+        growth_s = 0.0
+        if further:
+            last_s = luck * self._timings.step_s((), streams, scheduler.context_tokens + streams * further)
+            growth_s = (last_s - first_s) / further
+        self._jump = _Jump(self._loop.time(), first_s, growth_s, steps)
+        self._until_end_of(self._jump)
+
+    def _until_end_of(self, jump: _Jump) -> None:
+        if jump.timer is not None:
+            jump.timer.cancel()
+        jump.timer = self._loop.call_at(jump.ended_s(jump.steps), self._jump_ended)
 
     def _jump_ended(self) -> None:
         jump = self._jump
         assert jump is not None
         self._count_steps(jump, jump.steps)
         self._jump = None
-        self.busy_s += jump.steps * jump.step_s
+        self.busy_s += jump.ended_s(jump.steps) - jump.begun_s
         self._end_those_that_are_done()
         self._begin_step()
 
@@ -183,13 +206,12 @@ class SimInstance:
         new = over - jump.counted
         if new <= 0:
             return
+        first_s, last_s, longest_s = jump.ended_s(jump.counted + 1), jump.ended_s(over), jump.longest_s(over)
         jump.counted = over
-        last_s = jump.begun_s + over * jump.step_s
-        first_s = last_s - (new - 1) * jump.step_s
         for stream in self.scheduler.decoding():
             _told(stream.job, new, first_s, last_s)
-            if new > 1 and stream.job.max_gap_s < jump.step_s:
-                stream.job.max_gap_s = jump.step_s
+            if new > 1 and stream.job.max_gap_s < longest_s:
+                stream.job.max_gap_s = longest_s
             self.scheduler.grown(stream, new)
 
     def _mixed_ended(self, chunks: list[tuple[Sequence, int]], streams: list[Sequence]) -> None:
@@ -242,9 +264,10 @@ class SimInstance:
 
         self._transfers[sequence.job] = self._links.start(pull.source.name, self.name, moved_bytes, arrived)
 
-    def _noisy(self, seconds: float) -> float:
+    def _noise(self) -> float:
+        """What a step's time is multiplied by: 1 on average."""
         sd = self._noise_sd
-        return seconds * math.exp(self._rng.gauss(-sd * sd / 2, sd)) if sd else seconds
+        return math.exp(self._rng.gauss(-sd * sd / 2, sd)) if sd else 1.0
 
 
 def _told(job: Job, new: int, first_s: float, last_s: float) -> None:

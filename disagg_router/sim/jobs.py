@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from disagg_router.sim.model import Outcome
 
 
 class Job:
@@ -49,6 +52,15 @@ class Job:
         self.max_gap_s = 0.0  # between two tokens of it
         self.tokens = 0  # of its answer, so far
         self.cached_tokens = 0  # of its prompt, as the instance found it when it began
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a run stands. `underway`: arrivals that have not ended, by number, with their streams from the first token
+    on; None before."""
+
+    outcomes: list[Outcome] = field(default_factory=list)  # in the order in which they ended
+    underway: dict[int, Job | None] = field(default_factory=dict)
 
 
 class KvEvents(Protocol):

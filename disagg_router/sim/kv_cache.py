@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from disagg_router.sim.jobs import KvEvents
 
+Keys = Sequence[int]
+
 
 class Held:
     """One job's blocks: full ones by their keys, in order from the prompt's start, and `private` ones not full yet."""
@@ -38,14 +40,18 @@ class KvCache:
     def free_blocks(self) -> int:
         return self.capacity_blocks - self.used_blocks
 
-    def cached_blocks(self, keys: Sequence[int]) -> int:
+    def cached_blocks(self, keys: Keys) -> int:
         """How many of these, from the first one on, are here."""
         for place, key in enumerate(keys):
             if key not in self._users and key not in self._free:
                 return place
         return len(keys)
 
-    def take_cached(self, held: Held, keys: Sequence[int]) -> None:
+    def has_room(self, cached: Keys, blocks: int) -> bool:
+        """For so many blocks besides these cached ones, of which nobody may hold some: they aren't free then."""
+        return blocks <= self.free_blocks - sum(key in self._free for key in cached)
+
+    def take_cached(self, held: Held, keys: Keys) -> None:
         """`keys` are here, and are held by one more job from now on."""
         for key in keys:
             self._free.pop(key, None)
@@ -62,7 +68,7 @@ class KvCache:
             self._events.removed([self._free.popitem(last=False)[0] for _ in range(over)])
         return True
 
-    def fill(self, held: Held, keys: Sequence[int], contents: Sequence[int]) -> None:
+    def fill(self, held: Held, keys: Keys, contents: Keys) -> None:
         """The job's next private blocks are full now and can be found by these keys."""
         new: list[int] = []
         start = len(held.keys)

@@ -35,6 +35,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._virtual = _Selector()
         super().__init__(self._virtual)
+        self.error: BaseException | None = None  # of a callback: it stops the loop
+        self.set_exception_handler(self._failed)
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Others would wait for ever for what a timer was to do, while the error is but a line of a log."""
+        if "handle" in context and self.error is None:
+            self.error = context.get("exception")
+            self.stop()
+        else:
+            self.default_exception_handler(context)
 
     def time(self) -> float:
         return self._virtual.now_s
@@ -54,6 +64,11 @@ class VirtualClock:
 
 
 def run(main: Coroutine[Any, Any, T], loop: VirtualLoop) -> T:
-    """Raises NothingToDo when nothing could ever happen again."""
+    """Raises NothingToDo when nothing could ever happen again, and whatever a callback of the loop raises."""
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        return runner.run(main)
+        try:
+            return runner.run(main)
+        except RuntimeError:  # among others: the loop was stopped
+            if loop.error is not None:
+                raise loop.error from None
+            raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from disagg_router.sim.jobs import Job, KvEvents
-from disagg_router.sim.kv_cache import Held, KvCache
+from disagg_router.sim.kv_cache import Held, Keys, KvCache
 
 if TYPE_CHECKING:
     from disagg_router.sim.instance import Pull
@@ -87,6 +87,7 @@ class Scheduler:
 
     def next(self) -> Step:
         """With blocks for its chunks, for every stream's next token, and for the prompts that are pulled."""
+        waiting = len(self.waiting)
         for one in list(self.decoding()):
             if one.job in self.running:
                 self._secure(one, one.computed_tokens + 1)
@@ -96,9 +97,11 @@ class Scheduler:
             tokens = one.wanted_tokens - one.computed_tokens
             tokens = tokens if whole else min(tokens, budget)
             if tokens > 0 and one.job in self.running and self._secure(one, one.computed_tokens + tokens):
-                step.chunks.append((one, tokens))
+                self._give(step, one, tokens)
                 budget -= tokens
-        self._let_in(step, budget)
+        # Nobody comes in where somebody had to go, unless the step would be empty and be followed by another at once.
+        if len(self.waiting) == waiting or not (step.chunks or self.streams):
+            self._let_in(step, budget)
         return step
 
     def remove(self, job: Job) -> Sequence | None:
@@ -123,7 +126,6 @@ class Scheduler:
     def computed(self, sequence: Sequence, tokens: int) -> None:
         """A chunk of its prompt."""
         sequence.computed_tokens += tokens
-        self._fill(sequence)
         if sequence.decoding:
             self.streams += 1
             self.context_tokens += sequence.computed_tokens
@@ -136,13 +138,13 @@ class Scheduler:
         missing = self.blocks(stream.computed_tokens) - len(stream.held)
         if missing > 0 and not self.cache.allocate(stream.held, missing):
             raise AssertionError("a step was begun without the blocks that it needs")
-        self._fill(stream)
+        self._fill(stream, stream.computed_tokens)
 
     def pulled(self, sequence: Sequence) -> None:
         """Its last prompt token is computed here, which makes its first token."""
         del self.pulling[sequence.job]
         sequence.computed_tokens = sequence.wanted_tokens - 1
-        self._fill(sequence)
+        self._fill(sequence, sequence.computed_tokens)
         self.running[sequence.job] = sequence
 
     # --- parts ----------------------------------------------------------------------------------------------
@@ -150,17 +152,21 @@ class Scheduler:
     def _let_in(self, step: Step, budget: int) -> None:
         while budget > 0 and self.waiting and len(self.running) + len(self.pulling) < self._room.max_running:
             sequence = self.waiting[0]
-            self._find_cached(sequence)
-            tokens = sequence.wanted_tokens - sequence.computed_tokens
+            cached = self._cached(sequence)
+            computed_tokens = len(cached) * self._room.block_tokens
+            tokens = sequence.wanted_tokens - computed_tokens
             if sequence.pull is None and not self.prefills_first:
                 tokens = min(tokens, budget)
             too_many = sequence.pull is None and tokens > budget and step.chunks  # whole or not at all
-            missing = self.blocks(sequence.computed_tokens + tokens) - len(sequence.held)
-            if too_many or not self.cache.allocate(sequence.held, missing):
-                self.cache.release(sequence.held)  # it holds nothing while it waits
-                sequence.computed_tokens = 0
+            # There has to be room for all of it, however small its first chunk is.
+            if too_many or not self.cache.has_room(cached, self.blocks(sequence.wanted_tokens) - len(cached)):
                 return
             self.waiting.popleft()
+            self.cache.take_cached(sequence.held, cached)
+            self.cache.allocate(sequence.held, self.blocks(computed_tokens + tokens) - len(cached))
+            sequence.computed_tokens = computed_tokens
+            if sequence.job.tokens == 0:
+                sequence.job.cached_tokens = computed_tokens
             if sequence.pull is not None:
                 self.pulling[sequence.job] = sequence
                 step.pulls.append(sequence)
@@ -168,8 +174,13 @@ class Scheduler:
             self.running[sequence.job] = sequence
             self.prompt_tokens += sequence.job.prompt_tokens
             self.cached_tokens += sequence.job.cached_tokens
-            step.chunks.append((sequence, tokens))
+            self._give(step, sequence, tokens)
             budget -= tokens
+
+    def _give(self, step: Step, sequence: Sequence, tokens: int) -> None:
+        """A chunk, whose blocks others find at once: they are read later in the same step at the earliest."""
+        step.chunks.append((sequence, tokens))
+        self._fill(sequence, sequence.computed_tokens + tokens)
 
     def _secure(self, one: Sequence, tokens: int) -> bool:
         """Blocks for so many tokens of it, if need be those of the last that came. False: it was the last itself."""
@@ -188,18 +199,14 @@ class Scheduler:
         sequence.wanted_tokens = sequence.job.prompt_tokens + sequence.job.tokens
         self.waiting.appendleft(sequence)
 
-    def _find_cached(self, sequence: Sequence) -> None:
+    def _cached(self, sequence: Sequence) -> Keys:
         """The last token is always computed: its logits are the next token."""
-        job, size = sequence.job, self._room.block_tokens
-        usable = (sequence.wanted_tokens - 1) // size
-        found = self.cache.cached_blocks(job.keys[:usable])
-        self.cache.take_cached(sequence.held, job.keys[:found])
-        sequence.computed_tokens = found * size
-        if job.tokens == 0:
-            job.cached_tokens = sequence.computed_tokens
+        keys = sequence.job.keys[: (sequence.wanted_tokens - 1) // self._room.block_tokens]
+        return keys[: self.cache.cached_blocks(keys)]
 
-    def _fill(self, sequence: Sequence) -> None:
-        full, before = sequence.computed_tokens // self._room.block_tokens, len(sequence.held.keys)
+    def _fill(self, sequence: Sequence, tokens: int) -> None:
+        """The KV of its first so many is there, or will be when the step ends."""
+        full, before = tokens // self._room.block_tokens, len(sequence.held.keys)
         if full > before:
             job = sequence.job
             self.cache.fill(sequence.held, job.keys[before:full], job.blocks[before:full])

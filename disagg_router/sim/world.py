@@ -13,7 +13,7 @@ from disagg_router.cost.online import OnlineCosts
 from disagg_router.cost.output import OutputHistory
 from disagg_router.cost.priors import Priors
 from disagg_router.errors import RequestError
-from disagg_router.interfaces import PathPolicy
+from disagg_router.interfaces import CostModel, OutputPredictor, PathPolicy
 from disagg_router.model import (
     Decision,
     Fingerprint,
@@ -36,9 +36,12 @@ from disagg_router.routing.parts import Behaviour, RoutingParts, RoutingSettings
 from disagg_router.routing.prefix_index import PrefixIndex
 from disagg_router.sim.client import SimClient, tokens_of
 from disagg_router.sim.instance import Handoffs, SimInstance
+from disagg_router.sim.jobs import KvEvents, Standing
 from disagg_router.sim.links import Links
 from disagg_router.sim.loop import VirtualClock, VirtualLoop
 from disagg_router.sim.model import FleetPlan, Workload
+from disagg_router.sim.noise import NONE as NO_NOISE
+from disagg_router.sim.noise import Delay, LateEvents, Noise, NoisyCosts, NoisyOutputs
 from disagg_router.sim.profiles import Profile
 from disagg_router.sim.scheduler import Room
 from disagg_router.timing import LinkTiming
@@ -65,6 +68,7 @@ class Setup:
     admission: bool = True
     prior_factor: float = 2.0
     seed: int = 1
+    noise: Noise = NO_NOISE
 
 
 @dataclass(slots=True)
@@ -84,6 +88,18 @@ class Seen:
 
     def handoff(self, result: HandoffResult) -> None:
         self.handoffs[result] = self.handoffs.get(result, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Where one may listen in: to what the router asks of its engines, to the KV events of each, to its decisions."""
+
+    client: Callable[[Mapping[InstanceId, SimInstance], Workload, float], SimClient] = SimClient
+    events: Callable[[Target, KvEvents], KvEvents] = lambda _, events: events
+    seen: Callable[[], Seen] = Seen
+
+
+SILENT = Taps()
 
 
 class Counted:
@@ -106,54 +122,72 @@ class World:
     client: SimClient
     seen: Seen
     loop: VirtualLoop
+    standing: Standing  # the driver's to keep
+    dice: Sequence[random.Random]  # all that is left to chance from here on
 
 
-def build(setup: Setup, workload: Workload, policy: PathPolicy, loop: VirtualLoop) -> World:
+def build(setup: Setup, workload: Workload, policy: PathPolicy, loop: VirtualLoop, taps: Taps = SILENT) -> World:
     """Inside the running loop."""
-    rng, clock, seen = random.Random(setup.seed), VirtualClock(loop), Seen()
-    connector = NixlConnector(kv_load_failure_policy="recompute", lease_s=LEASE_S)
-    fleet = _fleet(setup.plan, workload.block_tokens, soft_roles=policy.soft_roles)
+    rng, clock, seen = random.Random(setup.seed), VirtualClock(loop), taps.seen()
+    fleet = fleet_of(setup.plan, workload.block_tokens, soft_roles=policy.soft_roles)
     links = Links(setup.plan.link_bytes_per_s, loop)
     index_of: list[PrefixIndex] = []  # the engines publish into it, and it is made after them
+
+    def events(instance: Instance) -> KvEvents:
+        published = _Published(Target(instance.id), lambda: index_of[0], workload.block_tokens)
+        heard = taps.events(Target(instance.id), published)
+        return LateEvents(heard, Delay(setup.noise.state_age_s, loop))
+
+    dice = [random.Random(rng.getrandbits(64)) for _ in fleet.instances]
     engines = {
-        instance.id: _engine(setup, instance, workload, links, random.Random(rng.getrandbits(64)), lambda: index_of[0])
-        for instance in fleet.instances.values()
+        instance.id: _engine(setup, instance, workload, links, own, events(instance))
+        for instance, own in zip(fleet.instances.values(), dice, strict=True)
     }
-    client = SimClient(engines, workload)
-    profile = next(iter(setup.profiles.values()))
-    costs = OnlineCosts(_priors(setup, profile), lambda _: setup.plan.chunk_tokens)
-    max_wait_s = MAX_WAIT_S if setup.admission else math.inf
-    parts = routing_parts(
-        Behaviour(
-            policy=Counted(policy),
-            admission=KvAdmission(max_wait_s=max_wait_s, reject_below=0.1 if setup.admission else None),
-            balancer=LeanBalancer(setup.slo),
-            costs=costs,
-            outputs=OutputHistory(),
-        ),
-        RoutingSettings(
-            legs=LegLimits(math.inf, math.inf, math.inf),
-            max_gap_s=setup.slo.max_gap_s,
-            queue=QUEUE if setup.admission else len(workload.arrivals),
-            max_wait_s=max_wait_s,
-            index_entries=INDEX_ENTRIES,
-            look_s=LOOK_S,
-        ),
-        Surroundings(
-            fleet=lambda: fleet,
-            client=client,
-            connector=connector,
-            observer=seen,
-            failed=seen.leg_failed,
-            clock=clock,
-            rng=rng,
-        ),
+    client = taps.client(engines, workload, setup.noise.state_age_s)
+    around = Surroundings(
+        fleet=lambda: fleet,
+        client=client,
+        connector=NixlConnector(kv_load_failure_policy="recompute", lease_s=LEASE_S),
+        observer=seen,
+        failed=seen.leg_failed,
+        clock=clock,
+        rng=rng,
     )
+    noise = random.Random(f"noise {setup.seed}")  # apart, so that it changes nothing else of a run
+    parts = routing(setup, len(workload.arrivals), policy, around, noise)
     index_of.append(parts.index)
-    return World(parts, engines, client, seen, loop)
+    return World(parts, engines, client, seen, loop, Standing(), [rng, noise, *dice])
 
 
-def _fleet(plan: FleetPlan, block_tokens: int, *, soft_roles: bool) -> Fleet:
+def routing(setup: Setup, requests: int, policy: PathPolicy, around: Surroundings, rng: random.Random) -> RoutingParts:
+    """The product's router, as a simulation sets it up, in whatever surroundings. `rng` is of the noise."""
+    profile = next(iter(setup.profiles.values()))
+    costs: CostModel = OnlineCosts(_priors(setup, profile), lambda _: setup.plan.chunk_tokens)
+    outputs: OutputPredictor = OutputHistory()
+    if setup.noise.prefill_sd:
+        costs = NoisyCosts(costs, setup.noise.prefill_sd, rng)
+    if setup.noise.output_sd:
+        outputs = NoisyOutputs(outputs, setup.noise.output_sd, rng)
+    max_wait_s = MAX_WAIT_S if setup.admission else math.inf
+    behaviour = Behaviour(
+        policy=Counted(policy),
+        admission=KvAdmission(max_wait_s=max_wait_s, reject_below=0.1 if setup.admission else None),
+        balancer=LeanBalancer(setup.slo),
+        costs=costs,
+        outputs=outputs,
+    )
+    settings = RoutingSettings(
+        legs=LegLimits(math.inf, math.inf, math.inf),
+        max_gap_s=setup.slo.max_gap_s,
+        queue=QUEUE if setup.admission else requests,
+        max_wait_s=max_wait_s,
+        index_entries=INDEX_ENTRIES,
+        look_s=LOOK_S,
+    )
+    return routing_parts(behaviour, settings, around)
+
+
+def fleet_of(plan: FleetPlan, block_tokens: int, *, soft_roles: bool) -> Fleet:
     """Everything is ready and every pair tested."""
     instances = {}
     for role, count in plan.pools.items():
@@ -179,7 +213,7 @@ def _engine(
     workload: Workload,
     links: Links,
     rng: random.Random,
-    index: Callable[[], PrefixIndex],
+    events: KvEvents,
 ) -> SimInstance:
     profile = setup.profiles[instance.role]
     return SimInstance(
@@ -188,7 +222,7 @@ def _engine(
         room=Room(setup.plan.chunk_tokens, profile.kv_capacity_tokens, workload.block_tokens),
         handoffs=Handoffs(profile.kv_bytes_per_token, profile.handoff_s, LEASE_S),
         links=links,
-        events=_Published(Target(instance.id), index, workload.block_tokens),
+        events=events,
         loop=links.loop,
         rng=rng,
         noise_sd=profile.noise_sd,

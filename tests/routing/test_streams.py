@@ -162,3 +162,27 @@ def test_many_streams_leave_nothing_behind():
         stream.close()
     assert book.streams.by_target() == ()
     assert book.streams.load(D0, 100.0) == book.streams.load(D1, 100.0) == StreamLoad()
+
+
+def test_following_is_counting_many_at_once():
+    """200 random answers, followed every tenth of a second: a policy sees what counting each token shows."""
+    rng, counted, followed = random.Random(4), Book(), Book()
+    both: list[tuple[Stream, Stream]] = []
+    for tick in range(200):
+        now_s, one, expected, limit = tick / 10, rng.choice([D0, D1]), rng.random() * 60, rng.choice([None, 40])
+        each, other = [book.open(one, expected=expected, limit=limit, now_s=now_s) for book in (counted, followed)]
+        both.append((each, other))
+        events = sorted((now_s + rng.random() / 10, rng.randrange(len(both))) for _ in range(4 * len(both)))
+        for at_s, place in events:
+            both[place][0].count(1, at_s)
+        for each, other in both:
+            other.follow(each.tokens, each.last_s, each.max_gap_s)
+        for target_ in (D0, D1):
+            assert counted.streams.load(target_, now_s + 0.1) == followed.streams.load(target_, now_s + 0.1)
+            assert counted.streams.beside(target_) == followed.streams.beside(target_)
+        for counts, follows in zip(counted.streams.by_target(), followed.streams.by_target(), strict=True):
+            assert counts.last_s == follows.last_s
+        if rng.random() < 0.7:
+            for stream in both.pop(rng.randrange(len(both))):
+                stream.close()
+    assert len(both) > 20

@@ -63,3 +63,19 @@ def test_what_would_hang_for_ever_is_an_error():
 
     with pytest.raises(NothingToDo, match="waits for another"):
         run(main(), VirtualLoop())
+
+
+def test_an_error_in_a_timer_ends_the_run():
+    """Nobody awaits a timer: its error would be logged, and the others would wait on."""
+    loop = VirtualLoop()
+
+    def fail():
+        raise ZeroDivisionError("no such step")
+
+    async def main():
+        loop.call_later(1.0, fail)
+        await asyncio.sleep(1000.0)
+
+    with pytest.raises(ZeroDivisionError, match="no such step"):
+        run(main(), loop)
+    assert loop.time() == pytest.approx(1.0)
