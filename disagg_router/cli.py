@@ -114,7 +114,7 @@ def status(
     admin: Annotated[str, typer.Option(metavar="URL", help="The router's admin listener.")] = ADMIN_URL,
     as_json: AsJson = False,
 ) -> None:
-    """What a running router sees: instances, pairs, leases."""
+    """What a running router sees: instances and pairs; with --json leases, leans and the queue as well."""
     found = asyncio.run(fetch_status(admin))
     if as_json:
         _print_json(found)

@@ -141,7 +141,7 @@ class RouterConfig(_Strict):
     slo: SloConfig = SloConfig()
     health: HealthConfig = HealthConfig()
     index_entries: PositiveInt = 1_000_000  # blocks of all targets together that the prefix index remembers
-    decision_log: str | None = None  # a file for one JSON line per decision; nothing of a prompt is in it
+    decision_log: str | None = None  # a file for one JSON line per request; nothing of a prompt is in it
     stream_resume: bool = True
     allow_path_override: bool = False
     admin_token: Annotated[str, Field(min_length=1)] | None = None

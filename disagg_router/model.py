@@ -49,7 +49,7 @@ class Reason(StrEnum):
     TRANSFER_SLOWER = "transfer_slower"  # moving the KV takes longer than computing it
     PREFILL_FASTER = "prefill_faster"  # the first token comes earlier with a prefill elsewhere
     DECODE_BUSY = "decode_busy"  # the decode target has prefills of its own to finish first
-    PROTECTS_STREAMS = "protects_streams"  # a prefill here would break objectives of streams that run here
+    PROTECTS_STREAMS = "protects_streams"  # the path not taken would break objectives of more streams
     SAMPLED = "sampled"  # the other path looked better; nothing is known of this one, and little is lost by trying
     NO_PREFILL = "no_prefill"  # no tested pair leads to the decode target
     NOT_COUNTED = "not_counted"  # the tokenizer failed, so nobody knows how long the prompt is

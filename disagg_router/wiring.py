@@ -1,4 +1,5 @@
-"""The only place where objects meet: config in, running parts out."""
+"""Where objects meet: config in, running parts out. Those of a router are put together in router_parts.py, those that
+route requests in routing/parts.py."""
 
 from __future__ import annotations
 

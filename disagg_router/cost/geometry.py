@@ -98,7 +98,7 @@ class KVGeometry:
         return decode_tp * self.bytes_per_rank(tokens, decode_tp)
 
     def block_bytes_for(self, tokens: int, block_size: int, tp: int = 1) -> int:
-        """`bytes_per_rank` with every layer rounded up to whole blocks: what admission has to set aside."""
+        """`bytes_per_rank` with every layer rounded up to whole blocks: what an engine has to set aside."""
         kept = (group.elements_per_token(tp) * group.kept_blocks(tokens, block_size) for group in self.groups)
         return sum(kept) * block_size * self.dtype.element_bytes
 

@@ -71,7 +71,8 @@ class RequestRecord:
         self.queue_wait_s += wait_s
 
     def rejected(self, rejection: Reject) -> None:
-        """Admission would not let it wait any longer; the code is that of the error which the client gets."""
+        """Admission refused it: room is predicted to come too late, or its chance is below `reject_below`. The code is
+        that of the error which the client gets."""
         self.rejected_early = True
 
     @property

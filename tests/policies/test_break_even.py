@@ -128,11 +128,13 @@ def test_packing_holds_a_further_target_back_for_decoding():
 
 
 def test_roles_are_binding_where_the_connector_does_not_let_them_be_soft():
-    """A decode instance never prefills for another, a prefill instance never decodes."""
-    cluster = view("p0", "d0", "d1", pairs="p0>d0 p0>d1 d1>d0", p0=TargetLoad(prefills=1, prefills_end_s=9.0), d0=SIX)
-    decision = decide(cluster, prompt_tokens=6000, slo=PATIENT, excluded=frozenset({target("d1")}))
-    assert decision.decode == target("d0")
-    assert decision.prefill in (None, target("p0"))
+    """A decode instance never prefills for another: d1, where chats would be stalled, has nothing else to do, and p0
+    fourteen seconds of prefills. A prefill instance never decodes, even where d0 has two seconds of them before it."""
+    stalling, behind = TargetLoad(prefill_share=0.3, stalls_per_s=2.0), TargetLoad(prefills=1, prefills_end_s=14.0)
+    cluster = view("p0", "d0", "d1", pairs="p0>d0 d1>d0", p0=behind, d0=SIX, d1=stalling)
+    decision = decide(cluster, prompt_tokens=6000, slo=PATIENT, output_tokens=96.0)
+    assert (decision.decode, decision.prefill) == (target("d0"), target("p0"))
+    assert decide(view("p0", "d0", d0=TargetLoad(prefills=1, prefills_end_s=2.0))).decode == target("d0")
 
 
 @pytest.mark.parametrize(("names", "takes"), [(("p0", "d0"), "d0"), (("p0", "u0"), "u0"), (("p0",), "p0")])
