@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from disagg_router.config import ArgValue, ClusterConfig, is_local, load_model_config
+from disagg_router.config import ArgValue, ClusterConfig, load_model_config
 from disagg_router.connectors.compatibility import argument_name
 from disagg_router.cost.geometry import KVDtype, from_config
 from disagg_router.cost.priors import Priors, priors
 from disagg_router.errors import ConfigError
 from disagg_router.model import Instance
+from disagg_router.routing.model_folder import model_folder
 
 CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 2048, 8192  # vLLM's defaults for its API server
 
@@ -18,9 +19,10 @@ CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 2048, 8192  # vLLM's defaults for its API s
 def priors_of(config: ClusterConfig) -> Priors:
     """A model whose files are not here is taken for an 8B until its requests have shown what it is."""
     path, device = config.model.path, config.engine.device
+    folder = model_folder(path, config.model.revision, os.environ) if path else None
     model = None
-    if path and is_local(path) and os.path.isfile(os.path.join(path, "config.json")):
-        model = load_model_config(os.path.join(path, "config.json"))
+    if folder is not None and (folder / "config.json").is_file():
+        model = load_model_config(str(folder / "config.json"))
     try:
         dtype = KVDtype.FP8 if "fp8" in str(_argument(config.engine.args, "kv-cache-dtype")) else KVDtype.BF16
         geometry = from_config(model, dtype=dtype) if model is not None else None

@@ -41,6 +41,8 @@ class KvAdmission:
     def _late(self, asked: _Asked, wait: Wait | None) -> Reject | None:
         """None when nothing that passes is in its way: then another try would be no better. Objectives that would not
         be met on idle targets either refuse nobody: tighter than the hardware, they would shut the service."""
+        if asked.request.excluded:
+            return None  # it was let in once, and what failed since is no fault of its own
         if asked.alone_chance < GOOD_ALONE or not (wait or asked.queued or asked.in_company):
             return None
         passing_s = asked.passing_s()

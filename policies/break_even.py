@@ -145,7 +145,9 @@ def _score(request: InferenceRequest, way: Way, later: float, lost: float, price
     slo_s, mean_s = request.slo.ttft_s, way.mean_s
     chance = later * chance_below(slo_s, mean_s, way.sd_s)
     used = mean_s / slo_s
-    return _Scored(chance - lost - price - TTFT_PRICE * (used if used < 2.0 else 2.0), chance, lost, way)
+    # Beyond twice the objective it hardly costs more, but the earlier is still the better of two that are lost.
+    price += TTFT_PRICE * (used if used < 2.0 else 3.0 - 2.0 / used)
+    return _Scored(chance - lost - price, chance, lost, way)
 
 
 def _opening_price(view: ClusterView, target: TargetView) -> float:

@@ -36,8 +36,8 @@ def later_tokens_chance(request: InferenceRequest, decode: DecodeTerms) -> float
     """That the tokens after it do, where they would be decoded."""
     slo, load = request.slo, decode.target.load
     # Prefills take their share of the target's time from every stream there, and their steps are pauses.
-    step_s = decode.step_s / (1.0 - min(0.95, load.prefill_share))
-    chance = chance_below(slo.tpot_s, step_s, decode.sd_s)
+    step_s, beside_sd_s = load.token_s(decode.step_s, request.output_tokens)
+    chance = chance_below(slo.tpot_s, step_s, math.hypot(decode.sd_s, beside_sd_s))
     if load.stalls_per_s:
         chance *= math.exp(-load.stalls_per_s * max(1.0, request.output_tokens) * step_s)
     return chance * chance_below(slo.max_gap_s, decode.step_s, decode.sd_s)

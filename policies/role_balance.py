@@ -6,7 +6,7 @@ import math
 
 from disagg_router.model import Role, Slo, Target
 from disagg_router.policies.harm import logistic
-from disagg_router.view import ClusterView, Leans, TargetView
+from disagg_router.view import ClusterView, Leans, TargetLoad, TargetView
 
 PACK = 1.5  # expected good requests: more than any one request can be worth, so that a full price is never paid
 GAIN = 0.25  # of the way that a lean moves in one step
@@ -45,10 +45,14 @@ class LeanBalancer:
         loads = [t.load for t in view.targets]
         running = sum(load.streams.running for load in loads) / count
         context_tokens = sum(load.streams.context_tokens for load in loads) / count
-        share = min(0.97, sum(load.prefill_share for load in loads) / count)
+        mean = TargetLoad(
+            prefill_share=sum(load.prefill_share for load in loads) / count,
+            prefill_steps_per_s=sum(load.prefill_steps_per_s for load in loads) / count,
+        )
         step_s = sum(view.costs.of(t.target).step_mean_s(running, context_tokens) for t in view.targets) / count
-        spread_s = step_s / (1.0 - share)
-        too_slow = logistic((spread_s - 0.75 * self._slo.tpot_s) / (0.08 * self._slo.tpot_s))
+        spread_s, spread_sd_s = mean.token_s(step_s, 2.0 * _mean_to_come(view))
+        width_s = math.hypot(0.08 * self._slo.tpot_s, 0.55 * spread_sd_s)
+        too_slow = logistic((spread_s - 0.75 * self._slo.tpot_s) / width_s)
         stalls_per_s = sum(load.stalls_per_s for load in loads) / count
         broken = 1.0 - math.exp(-stalls_per_s * 2.0 * _mean_to_come(view) * spread_s)
         paused = logistic((broken - 0.1) / 0.03) if stalls_per_s else 0.0

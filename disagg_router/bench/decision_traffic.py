@@ -101,7 +101,7 @@ class Traffic:
             kv_bytes, prefill_tokens=prompt_tokens, prefill_attention=attention(prompt_tokens, 0), prefill_s=seconds
         )
         self._loads.demand.placed(
-            target, predicted_s=seconds, stalls=float(seconds > 0.5), kv_bytes=kv_bytes, now_s=self._now_s
+            target, predicted_s=seconds, steps=1, stalls=float(seconds > 0.5), kv_bytes=kv_bytes, now_s=self._now_s
         )
         decode = self._loads.leases.decode(target, claim, streamed=True)
         if self._rng.random() < PREFILLS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
@@ -55,6 +56,8 @@ def load(text: str) -> EngineLoad:
             ranks += name == _USAGE
         elif line.startswith(_CONFIG):
             config_lines.append(line)
+    if not all(map(math.isfinite, totals.values())):
+        raise UpstreamError("the engine's /metrics holds loads that are no numbers")
     return EngineLoad(
         running=round(totals["num_requests_running"]),
         waiting=round(totals["num_requests_waiting"]),

@@ -27,6 +27,8 @@ _INTERNAL_FIELDS = ("kv_transfer_params", "ec_transfer_params", "request_id", "m
 _INTERNAL_XARGS = (*_INTERNAL_FIELDS, "kv_cache_report_mode")
 # Of the client's headers only these reach an engine.
 _FORWARDED_HEADERS = ("authorization", "traceparent", "tracestate")
+_MOST_TOKENS = 2**31  # what is larger is no limit
+_LEAST_MS = 0.1  # of an objective; a hundredth of what any engine needs, and what divides by it stays finite
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 # Shapes that stay whole: their answer needs the prompt's own forward pass, several sequences, or the engine's refusal
@@ -64,7 +66,8 @@ def parse_call(
     """Raises BadRequest or ModelNotFound. Header names are lower case."""
     body = _clean(_json_object(content))
     model = value_of(body, "model")
-    if model not in (None, "", served_name) and model not in adapters():
+    named = model in (None, "", served_name) or (isinstance(model, str) and model in adapters())
+    if not named:
         raise ModelNotFound(
             f"the model {_quoted(model)} does not exist: this router serves {served_name}", param="model"
         )
@@ -144,7 +147,7 @@ def _has_text(endpoint: str, body: Body) -> bool:
 def _max_output_tokens(body: Body) -> int | None:
     """A limit that is none, or nonsense, is left to the engine."""
     given = [value_of(body, key) for key in ("max_completion_tokens", "max_tokens")]
-    limits = [limit for limit in given if type(limit) is int and limit >= 0]
+    limits = [limit for limit in given if type(limit) is int and 0 <= limit <= _MOST_TOKENS]
     return limits[0] if limits else None
 
 
@@ -156,8 +159,8 @@ def _slo(headers: Mapping[str, str], default: Slo) -> Slo:
             value = float(headers[name])
         except ValueError:
             value = -1.0
-        if not 0 < value < float("inf"):
-            raise BadRequest(f"{name} must be a number of milliseconds above 0", param=name)
+        if not _LEAST_MS <= value < float("inf"):
+            raise BadRequest(f"{name} must be a number of milliseconds, {_LEAST_MS:g} or more", param=name)
         return value / 1000
 
     return Slo(

@@ -60,7 +60,7 @@ class RoutedEndpoint:
         headers = _headers(scope)
         record = self._recorder.begin(_known_path(scope), request_id_of(headers), self._clock.now_s())
         try:
-            await self._serve(headers, receive, _Answer(send, record), record)
+            await self._serve(headers, receive, _Answer(send, record, self._body_idle_s), record)
         except ClientGone:
             record.outcome = "client_gone"
         except asyncio.CancelledError:
@@ -151,8 +151,9 @@ class RoutedEndpoint:
 class _Answer:
     """The client's side of one request: head first, then bytes, and exactly one kind of end."""
 
-    def __init__(self, send: Send, record: RequestRecord) -> None:
-        self._send, self._record = send, record
+    def __init__(self, send: Send, record: RequestRecord, idle_s: float) -> None:
+        """A client that takes nothing for `idle_s` is taken for gone: what it holds is others' room."""
+        self._to_client, self._record, self._idle_s = send, record, idle_s
         self._started = False
         self.complete = False
 
@@ -196,6 +197,14 @@ class _Answer:
         if streamed:
             await self.send(error_event(error))
             await self.finish()
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        """Raises ClientGone."""
+        try:
+            async with asyncio.timeout(self._idle_s):
+                await self._to_client(message)
+        except TimeoutError as exc:
+            raise ClientGone from exc
 
     async def _head(self, status: int, headers: list[Header]) -> None:
         self._started = True

@@ -110,7 +110,7 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
 
 def _opened(messages: Sequence[Message]) -> list[Message]:
     """The last message's text with a mark at its end."""
-    last = copy.deepcopy(messages[-1])
+    last = {**messages[-1], "content": copy.deepcopy(messages[-1]["content"])}
     if isinstance(last["content"], str):
         last["content"] += _FINAL
     elif last["content"]:

@@ -14,37 +14,39 @@ _NOTHING = 1e-9
 
 
 class PerSecond(NamedTuple):
-    """Prefill seconds, KV bytes of the prompts and stalls, each per second."""
+    """Prefill seconds, KV bytes of the prompts, stalls, and steps with prompt tokens in them, each per second."""
 
     prefill_s: float
     kv_bytes: float
     stalls: float
+    steps: float
 
 
-_NONE = PerSecond(0.0, 0.0, 0.0)
+_NONE = PerSecond(0.0, 0.0, 0.0, 0.0)
 
 
 class Rates:
     """Decayed sums over the decayed time they were gathered in."""
 
-    __slots__ = ("_kv_bytes", "_last_s", "_prefill_s", "_stalls", "_time_s")
+    __slots__ = ("_kv_bytes", "_last_s", "_prefill_s", "_stalls", "_steps", "_time_s")
 
     def __init__(self, now_s: float) -> None:
         self._last_s = now_s
-        self._time_s = self._prefill_s = self._kv_bytes = self._stalls = 0.0
+        self._time_s = self._prefill_s = self._kv_bytes = self._stalls = self._steps = 0.0
 
-    def add(self, prefill_s: float, kv_bytes: float, stalls: float, now_s: float) -> None:
+    def add(self, prefill_s: float, kv_bytes: float, stalls: float, steps: float, now_s: float) -> None:
         self._decay(now_s)
         self._prefill_s += prefill_s
         self._kv_bytes += kv_bytes
         self._stalls += stalls
+        self._steps += steps
 
     def per_s(self, now_s: float) -> PerSecond:
         kept = math.exp((self._last_s - now_s) / DECAY_S)
         scale = kept / max(LEAST_S, self._time_s * kept + DECAY_S * (1 - kept))
         if self._prefill_s * scale < _NOTHING:
             return _NONE
-        return PerSecond(self._prefill_s * scale, self._kv_bytes * scale, self._stalls * scale)
+        return PerSecond(self._prefill_s * scale, self._kv_bytes * scale, self._stalls * scale, self._steps * scale)
 
     def _decay(self, now_s: float) -> None:
         kept = math.exp((self._last_s - now_s) / DECAY_S)
@@ -53,6 +55,7 @@ class Rates:
         self._prefill_s *= kept
         self._kv_bytes *= kept
         self._stalls *= kept
+        self._steps *= kept
 
 
 class DemandBook:
@@ -63,14 +66,16 @@ class DemandBook:
         self._targets: dict[Target, Rates] = {}
         self._fleet = Rates(now_s)
 
-    def placed(self, target: Target, *, predicted_s: float, stalls: float, kv_bytes: float, now_s: float) -> None:
-        """A prefill was given to `target`. `kv_bytes`: of its whole prompt, what a handoff would move. `stalls`: the
-        chance that one of its steps is longer than a stream's pause may be."""
+    def placed(
+        self, target: Target, *, predicted_s: float, stalls: float, steps: int, kv_bytes: float, now_s: float
+    ) -> None:
+        """A prefill of so many `steps` was given to `target`. `kv_bytes`: of its whole prompt, what a handoff would
+        move. `stalls`: the chance that one of its steps is longer than a stream's pause may be."""
         rates = self._targets.get(target)
         if rates is None:
             rates = self._targets[target] = Rates(now_s)
-        rates.add(predicted_s, kv_bytes, stalls, now_s)
-        self._fleet.add(predicted_s, kv_bytes, stalls, now_s)
+        rates.add(predicted_s, kv_bytes, stalls, steps, now_s)
+        self._fleet.add(predicted_s, kv_bytes, stalls, steps, now_s)
         self._touched.add(target)
 
     def of(self, target: Target, now_s: float) -> PerSecond:
@@ -80,10 +85,6 @@ class DemandBook:
             return _NONE
         found = rates.per_s(now_s)
         return found if found.prefill_s <= MOST_SHARE else found._replace(prefill_s=MOST_SHARE)
-
-    def fleet_prefill_s_per_s(self, now_s: float) -> float:
-        """Seconds of prefill that come in per second, over the fleet."""
-        return self._fleet.per_s(now_s).prefill_s
 
     def kv_bytes_per_s(self, now_s: float) -> float:
         """What the handoffs would move if every prompt were split."""

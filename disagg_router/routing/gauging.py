@@ -76,6 +76,10 @@ class Gauge:
                 for target in targets:
                     self._loads.forget(target)
                     self._costs.forget(target)
+        for instance in ready:
+            if instance.id not in self._known:
+                for target in instance.targets:
+                    self._loads.sized(target, instance.rank_capacity_tokens)
         self._known |= now
 
     async def _look(self, instance: Instance, slots: asyncio.Semaphore) -> None:
@@ -85,6 +89,10 @@ class Gauge:
                 load = await self._client.load(instance.url)
             except UpstreamError as exc:
                 log.debug("%s does not tell its load: %s", instance.id, exc)
+                return
+            except Exception:
+                # One engine that answers in a way nobody foresaw must not end the looks at all the others.
+                log.exception("%s could not be asked for its load", instance.id)
                 return
         if self._known.get(instance.id) != (instance.incarnation, instance.targets):
             return  # another one by now

@@ -163,11 +163,11 @@ class Legs:
         """The decode leg of a finished prefill. The handoff is sent once, or released."""
         target = placement.decision.decode
         ticket = _Ticket(lambda: self._fresh(handoff) and self._young(handoff))
-        call = self._decode_call(work, target, self._connector.decode_body(work.body, handoff))
         refused = False
         sent_s = self._clock.now_s()
         pulled = self._pulled_unseen(placement) if not work.request.stream else None
         try:
+            call = self._decode_call(work, target, self._connector.decode_body(work.body, handoff))
             response = await self._decode(target, dataclasses.replace(call, once=True, on_sent=ticket.send), attempt)
         except UpstreamRefused:
             # Refused by its schema, a request never gets to where the engine would tell the prefill.

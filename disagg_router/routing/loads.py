@@ -22,7 +22,7 @@ class Loads:
 
     def __init__(self, *, costs: CostModel, now_s: Callable[[], float]) -> None:
         self._touched: set[Target] = set()
-        self._now_s = now_s
+        self._now_s, self._costs = now_s, costs
         self.streams = StreamBook(costs, self._touched)
         self.leases = LeaseBook(costs=costs, streams=self.streams, touched=self._touched, now_s=now_s)
         self.demand = DemandBook(touched=self._touched, now_s=now_s())
@@ -103,8 +103,15 @@ class Loads:
         if leases is None:
             if not streams.running and not demand.prefill_s:
                 return _IDLE
-            return TargetLoad(streams=streams, prefill_share=demand.prefill_s, stalls_per_s=demand.stalls)
-        prefills = leases.prefills
+            return TargetLoad(
+                streams=streams,
+                prefill_share=demand.prefill_s,
+                prefill_steps_per_s=demand.steps,
+                stalls_per_s=demand.stalls,
+            )
+        prefills, over_bytes = leases.prefills, 0.0
+        if streams.over_tokens:
+            over_bytes = streams.over_tokens * self._costs.snapshot(now_s).kv_bytes_per_token
         return TargetLoad(
             prefills=len(prefills),
             handoffs=leases.answered,
@@ -115,11 +122,12 @@ class Loads:
             prefills_sd_s=prefills.sd_s,
             streams=streams,
             kv_capacity_bytes=leases.kv_capacity_bytes,
-            kv_free_bytes=leases.kv_free_bytes,
+            kv_free_bytes=max(0.0, leases.kv_free_bytes - over_bytes),
             pinned_bytes=leases.pinned.total,
             out_bytes=leases.link.outward.total,
             in_bytes=leases.link.inward.total,
             prefill_share=demand.prefill_s,
+            prefill_steps_per_s=demand.steps,
             stalls_per_s=demand.stalls,
         )
 

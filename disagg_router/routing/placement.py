@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from disagg_router.errors import NoDecodeInstance
 from disagg_router.interfaces import (
     Admission,
     AdmissionPolicy,
     Claim,
     PathPolicy,
     Reject,
+    Reserved,
     RouteObserver,
     RouteRecord,
-    Wait,
 )
 from disagg_router.model import Decision, InferenceRequest, Target
 from disagg_router.policies.forecast import predicted
@@ -99,14 +100,16 @@ class Placer:
 
         def attempt(set_aside: frozenset[Target]) -> Placement | NotYet:
             judged = self.judge(request, arrived_s)
-            _, _, decision, admission = judged
-            if not isinstance(admission, Wait):
-                self._observer.decided(judged.request, decision)
-                record.decided(decision, judged.request)
-            if isinstance(admission, Reject):
-                record.rejected(admission)
-            room = room_of(admission, decision, set_aside)
-            return room if isinstance(room, NotYet) else self._take(judged, room)
+            if isinstance(judged.admission, Reject):
+                self._tell(judged, record)
+                record.rejected(judged.admission)
+            room = room_of(judged.admission, judged.decision, set_aside)
+            if isinstance(room, NotYet) and isinstance(judged.admission, Reserved):
+                judged, room = self._elsewhere(judged, room, set_aside, arrived_s)
+            if isinstance(room, NotYet):
+                return room
+            self._tell(judged, record)
+            return self._take(judged, room)
 
         queued_s = self._now_s()
         try:
@@ -120,6 +123,23 @@ class Placer:
         """Something that was held is free again: whoever waits for it may try."""
         self._queue.poke()
 
+    def _elsewhere(
+        self, judged: Judged, not_yet: NotYet, set_aside: frozenset[Target], arrived_s: float
+    ) -> tuple[Judged, Claim | NotYet]:
+        """What it would take is kept for another: is there something else, without the targets that are?"""
+        request = dataclasses.replace(judged.request, excluded=judged.request.excluded | set_aside)
+        try:
+            again = self.judge(request, arrived_s)
+        except NoDecodeInstance:
+            return judged, not_yet
+        if not isinstance(again.admission, Reserved):
+            return judged, not_yet
+        return again, room_of(again.admission, again.decision, set_aside)
+
+    def _tell(self, judged: Judged, record: RouteRecord) -> None:
+        self._observer.decided(judged.request, judged.decision)
+        record.decided(judged.decision, judged.request)
+
     def _take(self, judged: Judged, claim: Claim) -> Placement:
         """Everything that the claim names."""
         request, view, decision, _ = judged
@@ -130,6 +150,7 @@ class Placer:
             prefiller,
             predicted_s=claim.prefill_s,
             stalls=1.0 - chance_below(self._max_gap_s, times.pause_s, times.pause_s * timing.prefill_sd),
+            steps=timing.steps(claim.prefill_tokens, 0),
             kv_bytes=(request.prompt_tokens or 0) * view.costs.kv_bytes_per_token,
             now_s=view.now_s,
         )

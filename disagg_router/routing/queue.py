@@ -12,7 +12,8 @@ from disagg_router.errors import ErrorCode, NoRoom, QueueFull, whole_seconds
 from disagg_router.interfaces import Admission, Claim, Clock, Reject, Wait
 from disagg_router.model import Decision, Target
 
-FRONT = 8  # so many of those who wait may try: one may fit where another does not
+FRONT = 8  # so many of those who wait may try at a time: one may fit where another does not,
+OTHERS = 4  # and when none of them does, so many of those behind: all of the front may be too large
 RETRY_S = 0.25  # what frees by the mere passing of time pokes nobody
 SOONEST_RETRY_S = 0.05
 REST = 4.0  # times what the tries of a round took: at overload they may have a fifth of the router's time
@@ -104,6 +105,12 @@ class _Line:
     def front(self) -> list[_Waiter]:
         return list(islice(self._in_order(), FRONT))
 
+    def others(self, turn: int) -> list[_Waiter]:
+        """Some of those behind the front, others in every turn."""
+        behind = list(islice(self._in_order(), FRONT, None))
+        start = turn * OTHERS % len(behind) if len(behind) > OTHERS else 0
+        return (behind[start:] + behind[:start])[:OTHERS]
+
     def _in_order(self) -> Iterator[_Waiter]:
         for priority in sorted(self._groups):
             for row in zip_longest(*self._groups[priority].values()):
@@ -124,6 +131,7 @@ class FairQueue:
         self._changed = asyncio.Event()
         self._rounds: asyncio.Task[None] | None = None
         self._trying_s = 0.0  # spent in the tries of this round
+        self._turn = 0
 
     @property
     def waiting(self) -> int:
@@ -207,9 +215,17 @@ class FairQueue:
                 await self._clock.sleep(min(RETRY_S, REST * self._trying_s))
 
     async def _round(self) -> None:
-        """The front of the line tries, one after the other. Whoever leaves it asks for another round."""
-        set_aside = NOTHING
-        for waiter in self._line.front():
+        """The front of the line tries, one after the other, and some others when that was in vain. Whoever leaves the
+        line asks for another round."""
+        waiting = len(self._line)
+        set_aside = await self._try(self._line.front(), NOTHING)
+        if len(self._line) == waiting > FRONT:
+            self._turn += 1
+            await self._try(self._line.others(self._turn), set_aside)
+
+    async def _try(self, waiters: list[_Waiter], set_aside: frozenset[Target]) -> frozenset[Target]:
+        """`set_aside`, with the targets that are to be kept for one of these as well."""
+        for waiter in waiters:
             if waiter not in self._line:
                 continue
             waiter.set_aside = set_aside
@@ -218,6 +234,7 @@ class FairQueue:
             await waiter.tried.wait()
             if waiter in self._line and self._clock.now_s() - waiter.since_s >= waiter.patience_s:
                 set_aside |= waiter.not_yet.targets
+        return set_aside
 
     async def _change(self) -> None:
         if self._changed.is_set():

@@ -31,6 +31,7 @@ class Stream:
         "last_s",
         "max_gap_s",
         "max_tokens",
+        "over_tokens",
         "prompt_tokens",
         "slo",
         "to_come_tokens",
@@ -52,7 +53,7 @@ class Stream:
         self.first_s = self.last_s = now_s
         self.max_gap_s = 0.0
         self.tokens = 0
-        self.bin, self.to_come_tokens, self.whole = _NO_BIN, 0.0, False  # as the last look found it
+        self.bin, self.to_come_tokens, self.over_tokens, self.whole = _NO_BIN, 0.0, 0.0, False  # as of the last look
 
     def count(self, events: int, now_s: float) -> None:
         """`events` tokens have come."""
@@ -91,6 +92,7 @@ class TargetStreams:
         "gap_s",
         "last_s",
         "open",
+        "over_tokens",
         "slack",
         "target",
         "to_come_tokens",
@@ -110,7 +112,7 @@ class TargetStreams:
 
     def _clear(self) -> None:
         self.slack: list[int] = [*NO_SLACK]
-        self.to_come_tokens, self.unbroken, self.gap_s = 0.0, 0, math.inf
+        self.to_come_tokens, self.over_tokens, self.unbroken, self.gap_s = 0.0, 0.0, 0, math.inf
 
     def add(self, stream: Stream, now_s: float) -> None:
         self.open[stream] = None
@@ -125,6 +127,7 @@ class TargetStreams:
         del self.open[stream]
         self.context_tokens -= stream.context_tokens
         self.to_come_tokens -= stream.to_come_tokens
+        self.over_tokens -= stream.over_tokens
         self.unbroken -= stream.whole  # a tighter objective than all others' loosens at the next look
         if stream.bin != _NO_BIN:
             self.slack[stream.bin] -= 1
@@ -147,6 +150,7 @@ class TargetStreams:
                 slack=tuple(self.slack),
                 unbroken=self.unbroken,
                 gap_s=self.gap_s if self.unbroken else math.inf,
+                over_tokens=self.over_tokens,
             )
         return self._load
 
@@ -169,6 +173,8 @@ class TargetStreams:
             slack_s = budget_s - (now_s - stream.first_s) - to_come * step_s
             stream.to_come_tokens = to_come
             self.to_come_tokens += to_come
+            stream.over_tokens = tokens - stream.expected_tokens if tokens > stream.expected_tokens else 0.0
+            self.over_tokens += stream.over_tokens
             stream.whole = stream.max_gap_s <= slo.max_gap_s and now_s - stream.last_s <= slo.max_gap_s
             if stream.whole:
                 self.unbroken += 1

@@ -118,3 +118,21 @@ def test_a_stream_that_starts_in_the_middle_of_a_prefill_has_its_pause_at_once()
     busy = TargetLoad(prefills=1, prefill_tokens=2000, prefills_end_s=0.2)
     assert start_chance(asked(), decode(busy)) < 0.01
     assert start_chance(asked(), decode(TargetLoad())) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("share", "steps_per_s", "tokens", "mean_s", "sd_s"),
+    [
+        (0.0, 0.0, 100, 0.02, 0.0),
+        # Half of each second goes into 5 steps of 100 ms; 25 plain steps, and 5 that count half.
+        (0.5, 5.0, 100, 1 / 27.5, 0.08 * (5 / 27.5 / 50) ** 0.5),
+        # A stream of four times as many tokens meets them twice as evenly.
+        (0.5, 5.0, 400, 1 / 27.5, 0.04 * (5 / 27.5 / 50) ** 0.5),
+        # Nothing is left beside the prefills but their own steps and a twentieth.
+        (1.0, 5.0, 100, 0.02 / (0.05 + 0.05), (0.95 / 5 - 0.02) * (5 * 0.2 / 50) ** 0.5),
+    ],
+)
+def test_a_streams_time_per_token_among_prefills(share, steps_per_s, tokens, mean_s, sd_s):
+    """Where a plain step takes 20 ms."""
+    load = TargetLoad(prefill_share=share, prefill_steps_per_s=steps_per_s)
+    assert load.token_s(0.02, tokens) == pytest.approx((mean_s, sd_s))

@@ -8,8 +8,8 @@ import json
 import httpx
 import pytest
 
-from disagg_router.model import InstanceState, PairState
-from disagg_router.proxy.openai import ROUTED_ENDPOINTS
+from disagg_router.model import InstanceState, PairState, Slo
+from disagg_router.proxy.openai import ROUTED_ENDPOINTS, parse_call
 from tests.fakes.engine import FakeEngine, Script
 from tests.proxy.service import fakes, running
 
@@ -143,6 +143,8 @@ async def test_a_token_id_prompt_is_split_like_a_text():
         (b"\xff\xfe{}", 400, "bad_request"),
         (b'{"model": "other", "prompt": "x"}', 404, "model_not_found"),
         (b'{"model": 7, "prompt": "x"}', 404, "model_not_found"),
+        (b'{"model": ["tiny"], "prompt": "x"}', 404, "model_not_found"),
+        (b'{"model": {}, "prompt": "x"}', 404, "model_not_found"),
         (b'{"model": "tiny", "prompt": "x", "stream": "yes"}', 400, "bad_request"),
         (b'{"model": "tiny", "prompt": "\xff\xfe"}', 400, "bad_request"),
         (b'{"model": "tiny", "prompt": [1e999]}', 400, "bad_request"),
@@ -160,6 +162,31 @@ async def test_a_bad_body_is_refused_with_a_code(content, status, code):
         assert answer.headers["x-request-id"] == "mine"
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert d.generations() == []
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1e-322", "0.09", "inf", "nan"])
+async def test_an_objective_that_is_none_is_refused(value):
+    """One so small that it is 0 in seconds, too: others' chances are divided by it."""
+    async with fakes("d") as (d,), running(("decode", d)) as service:
+        answer = await service.complete(headers={"x-slo-max-gap-ms": value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-slo-max-gap-ms")
+
+
+@pytest.mark.parametrize(("digits", "limit"), [(3, 100), (11, None), (400, None)])
+def test_a_limit_beyond_all_answers_is_none(digits, limit):
+    """The engine says what it thinks of it; the router does not fall over it."""
+    content = b'{"model": "tiny", "prompt": "hello", "max_tokens": 1%b}' % (b"0" * (digits - 1))
+    call = parse_call(
+        "/v1/completions",
+        {},
+        content,
+        "id",
+        served_name="tiny",
+        adapters=tuple,
+        slo=Slo(1.0, 1.0, 1.0),
+        allow_path_override=False,
+    )
+    assert call.request.max_output_tokens == limit
 
 
 @pytest.mark.parametrize(

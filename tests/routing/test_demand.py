@@ -19,7 +19,7 @@ def book() -> DemandBook:
 
 
 def place(demand: DemandBook, now_s: float, *, seconds: float = 0.2, one: Target = P0, stalls: float = 0.1) -> None:
-    demand.placed(one, predicted_s=seconds, stalls=stalls, kv_bytes=1000.0, now_s=now_s)
+    demand.placed(one, predicted_s=seconds, steps=3, stalls=stalls, kv_bytes=1000.0, now_s=now_s)
 
 
 def test_a_steady_demand_is_its_own_average():
@@ -28,7 +28,7 @@ def test_a_steady_demand_is_its_own_average():
     for second in range(120):
         place(demand, float(second))
     assert demand.of(P0, 119.5).prefill_s == pytest.approx(0.2, rel=0.01)
-    assert demand.fleet_prefill_s_per_s(119.5) == pytest.approx(0.2, rel=0.01)
+    assert demand.of(P0, 119.5).steps == pytest.approx(3, rel=0.01)
     assert demand.kv_bytes_per_s(119.5) == pytest.approx(1000, rel=0.01)
 
 
@@ -45,7 +45,7 @@ def test_what_is_long_over_is_nothing():
     """Exactly, so that a target at rest looks like one that was never used."""
     demand = book()
     place(demand, 0.0, stalls=1.0)
-    assert demand.of(P0, 1000.0) == (0.0, 0.0, 0.0)
+    assert demand.of(P0, 1000.0) == (0.0, 0.0, 0.0, 0.0)
 
 
 def test_a_young_average_is_spread_over_a_second():
@@ -56,12 +56,11 @@ def test_a_young_average_is_spread_over_a_second():
 
 
 def test_a_share_stays_below_one():
-    """5 s of work per second would be no share; the fleet's rate is what it is."""
+    """5 s of work per second would be no share."""
     demand = book()
     for second in range(60):
         place(demand, float(second), seconds=5.0)
     assert demand.of(P0, 60.0).prefill_s == 0.97
-    assert demand.fleet_prefill_s_per_s(60.0) > 4
 
 
 def test_stalls_are_a_rate_too():
@@ -80,4 +79,4 @@ def test_targets_have_their_own_and_the_fleet_has_the_sum():
     assert demand.of(P1, 0.0).prefill_s == pytest.approx(0.3)
     demand.forget(P0)
     assert demand.of(P0, 0.0).prefill_s == 0.0
-    assert demand.fleet_prefill_s_per_s(0.0) == pytest.approx(0.5)
+    assert demand.kv_bytes_per_s(0.0) == pytest.approx(2000)

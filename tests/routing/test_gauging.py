@@ -124,3 +124,27 @@ async def test_leans_move_once_a_second():
     async with world.running():
         await world.clock.advance(3.1)
     assert world.views.leans.pack == 3
+
+
+async def test_an_engine_that_answers_nonsense_does_not_end_the_looks_at_others():
+    """Whatever is raised: d1 is looked at all the same, now and later."""
+    world = World(instance("d0"), instance("d1"))
+    world.client.loads |= {"d0": ValueError("cannot convert float NaN to integer"), "d1": BUSY}
+    async with world.running():
+        assert world.loads.of(target("d1")).kv_capacity_bytes == 1e6
+        world.client.loads["d1"] = dataclasses.replace(BUSY, kv_capacity_tokens=2000)
+        await world.clock.advance(1.1)
+        assert world.loads.of(target("d1")).kv_capacity_bytes == 2e6
+
+
+async def test_after_a_restart_in_place_there_is_a_bound_at_once():
+    """By the new process's own report, although its metrics cannot be had yet."""
+    world = World(instance("d0", kv_capacity_tokens=4000))
+    world.client.loads["d0"] = BUSY
+    async with world.running():
+        world.views.now(world.clock.now_s())
+        world.client.loads["d0"] = UpstreamTimeout("busy")
+        again = instance("d0", incarnation="d0-second", kv_capacity_tokens=3000)
+        world.fleet = Fleet({again.id: again})
+        await world.clock.advance(1.1)
+        assert world.loads.of(target("d0")).kv_capacity_bytes == 3e6

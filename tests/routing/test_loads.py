@@ -73,9 +73,9 @@ def test_a_request_in_each_of_its_phases():
 def test_demand_shows():
     """0.2 s of prefill with a step of 0.6 s, just now."""
     world = World()
-    world.loads.demand.placed(P0, predicted_s=0.2, stalls=1.0, kv_bytes=1.0, now_s=0.0)
+    world.loads.demand.placed(P0, predicted_s=0.2, steps=2, stalls=1.0, kv_bytes=1.0, now_s=0.0)
     load = world.loads.of(P0)
-    assert (load.prefill_share, load.stalls_per_s) == pytest.approx((0.2, 1.0))
+    assert (load.prefill_share, load.prefill_steps_per_s, load.stalls_per_s) == pytest.approx((0.2, 2.0, 1.0))
 
 
 def test_what_has_not_changed_is_the_same_object():
@@ -152,7 +152,7 @@ def test_a_forgotten_target_is_idle():
     """Another process has none of it; the leases end with their requests."""
     world, targets = World(), (P0,)
     world.loads.reconcile(P0, EngineLoad(running=3, waiting=0, kv_usage=0.5, kv_capacity_tokens=1000))
-    world.loads.demand.placed(P0, predicted_s=0.2, stalls=1.0, kv_bytes=1.0, now_s=0.0)
+    world.loads.demand.placed(P0, predicted_s=0.2, steps=2, stalls=1.0, kv_bytes=1.0, now_s=0.0)
     assert world.loads.all(targets)[0].foreign == 3
     world.loads.forget(P0)
     assert world.loads.all(targets) == (TargetLoad(),)
@@ -200,3 +200,20 @@ def _cpu_us(run: Callable[[], object], times: int) -> float:
             run()
         best = min(best, (time.process_time() - start_s) / times)
     return best * 1e6
+
+
+def test_answers_that_outgrow_their_claims_take_room():
+    """11 tokens were expected and claimed; 40 have come, of 100 bytes each."""
+    world = World()
+    world.loads.reconcile(D0, ROOM)
+    lease = world.loads.leases.decode(D0, CLAIM, streamed=True)
+    before = world.loads.of(D0).kv_free_bytes
+    stream = world.loads.streams.open(
+        D0, SLO, prompt_tokens=100, expected_tokens=11, max_tokens=None, now_s=world.now.s
+    )
+    stream.count(40, world.now.s)
+    world.now.s += 1.0
+    assert world.loads.of(D0).kv_free_bytes == before - 29 * 100
+    stream.close()
+    assert world.loads.of(D0).kv_free_bytes == before
+    lease.release()

@@ -11,7 +11,7 @@ import pytest
 from disagg_router.errors import BadRequest, ErrorCode, NoRoom, QueueFull
 from disagg_router.interfaces import Claim, Reject, Reserved, Wait
 from disagg_router.model import Decision, Path, Reason
-from disagg_router.routing.queue import FRONT, FairQueue, NotYet, room_of
+from disagg_router.routing.queue import FRONT, OTHERS, FairQueue, NotYet, room_of
 from tests.builders import target
 from tests.fakes.clock import FakeClock
 from tests.fakes.clock import settle as settle_some
@@ -144,13 +144,29 @@ async def test_a_newcomer_does_not_overtake_one_who_has_not_been_poked_yet():
 
 
 async def test_only_the_front_tries():
-    """A poke costs no more with a long line than with a short one."""
+    """A poke costs no more with a long line than with a short one; behind the front others try in every round."""
     world = World()
     for n in range(30):
         await world.come(f"r{n}")
-    world.places.tries.clear()
-    await world.give(count=0)
-    assert world.places.tries == {f"r{n}": 1 for n in range(FRONT)}
+    seen = set()
+    for _ in range(8):
+        world.places.tries.clear()
+        await world.give(count=0)
+        assert sum(world.places.tries.values()) == FRONT + OTHERS
+        assert {f"r{n}" for n in range(FRONT)} <= world.places.tries.keys()
+        seen |= world.places.tries.keys()
+    assert seen == set(world.tasks)
+    await world.leave()
+
+
+async def test_a_front_of_large_ones_does_not_keep_a_small_one_waiting():
+    """Twelve want five places each and two are free: the one behind them that wants one is served."""
+    world = World(d0=2)
+    for n in range(12):
+        await world.come(f"large{n}", want=5)
+    await world.come("small", want=1)
+    await world.later(3.0)
+    assert world.places.served == ["small"]
     await world.leave()
 
 

@@ -10,8 +10,10 @@ import pytest
 from disagg_router.errors import (
     ErrorCode,
     NoRoom,
+    UpstreamError,
 )
-from disagg_router.model import Path, Slo
+from disagg_router.interfaces import Claim, EngineLoad
+from disagg_router.model import HandoffResult, Path, Slo
 from disagg_router.observability.requests import RequestRecord
 from tests.builders import COSTS, TIMING, pair, request, target
 from tests.fakes.clock import settle
@@ -120,3 +122,66 @@ async def test_a_fleet_that_nobody_knows_yet_refuses_nobody():
     assert (await world.ask(stream=True, slo=Slo(0.1, 1.0, 10.0)))[0].ttft[Path.LOCAL].mean_s > 0.5
     long.cancel()
     await asyncio.gather(long, return_exceptions=True)
+
+
+# --- what failed, and what is kept for others -------------------------------------------------------------------------
+
+
+async def test_who_finds_a_place_kept_for_another_goes_elsewhere():
+    """A request for 9,500 tokens has lost its patience: the next room of d0, the emptier one, is its. A small one that
+    would have gone there is served by d1, at once, and counted as one decision."""
+    world = World("d0", "d1", policy="threshold", tokens=9500)
+    for name, held in (("d0", 2), ("d1", 4)):
+        world.loads.reconcile(target(name), EngineLoad(0, 0, 0.0, 10_000))
+        for _ in range(held):
+            world.loads.leases.decode(target(name), Claim(1_000_000.0), streamed=True)
+    large = asyncio.create_task(world.ask(slo=Slo(0.8, 1.0, 10.0), stream=True))
+    await settle()
+    await world.clock.advance(2.0)
+    assert not large.done()
+    world.client.tokens = 100
+    small = asyncio.create_task(world.ask(slo=PATIENT, stream=True))
+    for _ in range(4):
+        await settle()
+        await world.clock.advance(0.3)
+    decision, _ = await asyncio.wait_for(small, 1)
+    assert decision.decode == target("d1")
+    assert world.seen.decisions == [(Path.LOCAL, decision.reason)]
+    large.cancel()
+    await asyncio.gather(large, return_exceptions=True)
+
+
+async def test_what_has_failed_late_is_tried_again_and_not_refused():
+    """The engine died after 3 s, and the objective was 2: it was let in once, and another target has room."""
+    world = World("d0", "d1", policy="break_even")
+    for name in ("d0", "d1"):
+        world.loads.leases.decode(target(name), Claim(1000.0), streamed=True)
+    answer, calls = world.client._answer, []
+
+    async def late(one):
+        calls.append(one)
+        if len(calls) > 1:
+            return await answer(one)
+        one.call.on_sent()
+        await world.clock.sleep(3.0)
+        raise UpstreamError("the engine died")
+
+    world.client._answer = late
+    asking = asyncio.create_task(world.ask(slo=Slo(2.0, 0.1, 0.5)))
+    await settle()
+    await world.clock.advance(3.1)
+    decision, _ = await asyncio.wait_for(asking, 1)
+    assert decision.decode.instance != calls[0].engine
+
+
+async def test_a_handoff_whose_decode_target_has_left_is_released():
+    """It left while the prefill ran: its blocks are not kept until the lease ends."""
+    world = World("p0", "d0", "d1")
+    world.client.script["p0"] = [0.05]
+    asking = asyncio.create_task(world.ask())
+    await asyncio.sleep(0.01)
+    kept = {id_: one for id_, one in world.fleet.instances.items() if id_ == "p0"}
+    world.fleet = dataclasses.replace(world.fleet, instances=kept)
+    with pytest.raises(UpstreamError):
+        await asking
+    assert world.seen.handoffs == [HandoffResult.ABANDONED]
