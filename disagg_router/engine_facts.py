@@ -17,7 +17,7 @@ CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 2048, 8192  # vLLM's defaults for its API s
 
 
 def priors_of(config: ClusterConfig) -> Priors:
-    """A model whose files are not here is taken for an 8B until its requests have shown what it is."""
+    """A model whose files are not here is taken for an 8B; its requests correct the times, not the bytes of its KV."""
     path, device = config.model.path, config.engine.device
     folder = model_folder(path, config.model.revision, os.environ) if path else None
     model = None
