@@ -31,7 +31,7 @@ RANKS = (
     ("policies", "connectors", "cost", "controller.reconcile"),
     ("routing",),
     ("routing.router", "controller", "observability"),
-    ("routing.parts",),
+    ("routing.parts", "bench.command"),
     ("sim",),
     ("planner", "controller.ray_session"),
     ("proxy", "engines", "controller.ray_launcher", "controller.ray_down", "bench"),

@@ -68,7 +68,7 @@ class Incarnation:
 
 
 def incarnation_of(cluster: Serving, role: str) -> Incarnation:
-    name = cluster.instance(role)["incarnation"]
+    name = cluster.instance(role)["incarnation"].partition("/")[0]  # the launcher's; the engine's own follows
     processes = alive(marked(f"{cluster.cluster}/{role}-0/{name}"))
     assert len(processes) >= 3  # supervisor, API server, engine core
     return Incarnation(role, name, api_server(cluster, role), tuple(processes))
@@ -79,7 +79,7 @@ def comes_back(cluster: Serving, old: Incarnation, killed_s: float, limit_s: flo
 
     def back(status: dict) -> bool:
         now = next(one for one in status["instances"] if one["role"] == old.role)
-        return now["incarnation"] != old.name and all_tested(status)
+        return now["incarnation"].partition("/")[0] != old.name and all_tested(status)
 
     cluster.until(back, limit_s)
     assert remote(cluster).headers["x-disagg-path"] == "remote_prefill"
