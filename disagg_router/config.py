@@ -5,16 +5,14 @@ Every mistake is a ConfigError of one sentence with the key's path in it; an unk
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -23,12 +21,12 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
 
 from disagg_router.errors import ConfigError
 from disagg_router.model import Role, Slo
+from disagg_router.yaml_file import read_yaml
 
 ADMIN_TOKEN_VARIABLE = "DISAGG_ROUTER_ADMIN_TOKEN"  # the router's, where its file has none, and what `status` sends
 ArgValue = str | int | float | bool | list[str | int | float] | dict[str, Any] | None
@@ -249,22 +247,7 @@ def load_config(path: str | os.PathLike[str], environ: Mapping[str, str] = os.en
     Raises ConfigError.
     """
     file = FilePath(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(f"cannot read {file}: {exc.strerror or exc}; give the path of a cluster file") from exc
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{file} is not UTF-8 text; give the path of a cluster file") from exc
-    try:
-        data = yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(exc).split())}") from exc
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file} must be a mapping with the keys {', '.join(ClusterConfig.model_fields)}")
-    try:
-        config = ClusterConfig.model_validate(data)
-    except ValidationError as exc:
-        raise ConfigError(f"{file}: {_one_sentence(exc)}") from exc
+    config = read_yaml(file, ClusterConfig, "cluster file")
     token = environ.get(ADMIN_TOKEN_VARIABLE)
     if token and config.router.admin_token is None:
         config = config.model_copy(update={"router": config.router.model_copy(update={"admin_token": token})})
@@ -282,63 +265,6 @@ def load_model_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} does not hold one JSON object: give the path of a model's config.json")
     return data
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader takes the last of two equal keys silently; a cluster file with two `pools:` is a mistake."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, (str, int)) and key in seen:
-                raise yaml.YAMLError(f"the key {key!r} stands twice (line {key_node.start_mark.line + 1})")
-            if isinstance(key, (str, int)):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def _one_sentence(exc: ValidationError) -> str:
-    # A misspelt key also leaves the right one missing: the misspelling is the mistake to name.
-    first = min(exc.errors(), key=lambda error: error["type"] != "extra_forbidden")
-    where = ".".join(str(part) for part in first["loc"]) or "the file"
-    if first["type"] == "extra_forbidden":
-        return _unknown_key(first["loc"])
-    if first["type"] == "missing":
-        return f"{where} is missing: add it"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{where}: {message[0].lower()}{message[1:]} (got {_short(first.get('input'))})"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _unknown_key(loc: tuple[int | str, ...]) -> str:
-    *parents, key = (str(part) for part in loc)
-    valid = _valid_keys(parents)
-    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}"
-    return f"unknown key {'.'.join([*parents, key])!r}: {hint}"
-
-
-def _valid_keys(parents: list[str]) -> list[str]:
-    """The field names of the model that `parents` leads to; found by walking the annotations."""
-    models: list[type[BaseModel]] = [ClusterConfig]
-    for part in parents:
-        found: list[type[BaseModel]] = []
-        for model in models:
-            field = model.model_fields.get(part)
-            found += _models_in(field.annotation) if field else [model] * part.isdigit()
-        models = found or models
-    return sorted({name for model in models for name in model.model_fields})
-
-
-def _models_in(annotation: object) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for arg in get_args(annotation) for model in _models_in(arg)]
 
 
 def _resolve_paths(config: ClusterConfig, folder: FilePath) -> ClusterConfig:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -18,12 +16,12 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
 
 from disagg_router.errors import ConfigError
 from disagg_router.sim.timings import DecodeRow, MixedRow, PrefillRow, StepTables
+from disagg_router.yaml_file import read_yaml
 
 WHICH_ROWS = "profile"  # the column of a CSV with several machines' rows
 _Row = TypeVar("_Row", PrefillRow, DecodeRow, MixedRow)
@@ -80,23 +78,9 @@ class ProfileFile(_Strict):
         return self
 
 
-_NESTED: Mapping[str, type[BaseModel]] = {"linear": Linear, "tables": Tables, "large": LargeSteps}
-
-
 def read_profile(file: Path) -> ProfileFile:
     """Raises ConfigError."""
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"cannot read {file}: {_reason(exc)}; give the path of a profile") from exc
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(exc).split())}") from exc
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file} must be a mapping with the keys {', '.join(ProfileFile.model_fields)}")
-    try:
-        return ProfileFile.model_validate(data)
-    except ValidationError as exc:
-        raise ConfigError(f"{file}: {_one_sentence(exc)}") from exc
+    return read_yaml(file, ProfileFile, "profile")
 
 
 def read_tables(named: Tables, folder: Path) -> StepTables:
@@ -160,25 +144,3 @@ def _records(file: Path, columns: Sequence[str], which: str | None) -> Iterator[
 
 def _reason(exc: OSError | UnicodeDecodeError) -> str:
     return (exc.strerror or str(exc)) if isinstance(exc, OSError) else "it is not UTF-8 text"
-
-
-def _one_sentence(exc: ValidationError) -> str:
-    # A misspelt key also leaves the right one missing: the misspelling is the mistake to name.
-    first = min(exc.errors(), key=lambda error: error["type"] != "extra_forbidden")
-    where = ".".join(str(part) for part in first["loc"]) or "the file"
-    if first["type"] == "extra_forbidden":
-        return _unknown_key([str(part) for part in first["loc"]])
-    if first["type"] == "missing":
-        return f"{where} is missing: add it"
-    message = first["msg"].removeprefix("Value error, ")
-    given = repr(first.get("input"))
-    shown = given if len(given) <= 60 else f"{given[:57]}..."
-    return f"{where}: {message[0].lower()}{message[1:]} (got {shown})"
-
-
-def _unknown_key(path: Sequence[str]) -> str:
-    *parents, key = path
-    valid = sorted((_NESTED[parents[-1]] if parents else ProfileFile).model_fields)
-    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}"
-    return f"unknown key {'.'.join(path)!r}: {hint}"
