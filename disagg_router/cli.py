@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Coroutine
 from typing import Annotated, Any
@@ -17,14 +15,14 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from disagg_router import __version__
+from disagg_router import __version__, command
 from disagg_router.config import ClusterConfig, http_url, load_config, load_model_config
 from disagg_router.controller.cluster import check_launchable, cluster_id, instance_specs
 from disagg_router.controller.processes import die_with_parent
 from disagg_router.controller.state import down as stop
 from disagg_router.controller.state import state_folder
 from disagg_router.cost.geometry import KVDtype, describe, from_config, from_numbers
-from disagg_router.errors import ConfigError, DisaggError, LaunchError
+from disagg_router.errors import ConfigError, LaunchError
 from disagg_router.interfaces import JsonObject
 from disagg_router.listening import bracketed
 from disagg_router.observability.explain import read_decisions, summarise
@@ -44,9 +42,6 @@ from disagg_router.wiring import (
     run_controller_process,
     run_proxy,
 )
-
-# typer carries its own copy of click and exports only this leaf of click's tree of usage errors.
-_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -117,7 +112,7 @@ def status(
     """What a running router sees: instances and pairs; with --json leases, leans and the queue as well."""
     found = asyncio.run(fetch_status(admin))
     if as_json:
-        _print_json(found)
+        command.print_json(found)
     else:
         _print_status(found)
 
@@ -133,7 +128,7 @@ def down(cluster: ClusterFile, as_json: AsJson = False) -> None:
     nodes = down_on_ray(name, state_folder(name)) if os.environ.get("RAY_ADDRESS") not in (None, "", "local") else ()
     if as_json:
         told = {"controller_pid": report.controller_pid, "killed": report.killed, "left": report.left}
-        _print_json(told | ({"nodes": [dataclasses.asdict(node) for node in nodes]} if nodes else {}))
+        command.print_json(told | ({"nodes": [dataclasses.asdict(node) for node in nodes]} if nodes else {}))
     else:
         for node in nodes:
             Console().print(f"{node.address}: {node.report.sentence()}", highlight=False)
@@ -152,7 +147,7 @@ def check_config(cluster: ClusterFile, as_json: AsJson = False) -> None:
         _checked(cluster)
     _check_parts(config, cluster)
     if as_json:
-        _print_json({"ok": True, "pools": pools, "policy": config.router.policy.name})
+        command.print_json({"ok": True, "pools": pools, "policy": config.router.policy.name})
     else:
         shown = ", ".join(f"{count} {role}" for role, count in pools.items()) or "a fleet that runs already"
         Console().print(
@@ -180,7 +175,7 @@ def kv(
         raise ConfigError("give either --config or all of --layers, --kv-heads and --head-dim")
     figures = describe(geometry, tokens, gbit_per_s)
     if as_json:
-        _print_json(figures)
+        command.print_json(figures)
         return
     console = Console()
     console.print(f"{figures['bytes_per_token']:,} bytes per token", highlight=False)
@@ -196,7 +191,7 @@ def explain(
     """Why a router chose what it chose, what it predicted, and what came of it."""
     summary = summarise(*read_decisions(file))
     if as_json:
-        _print_json(dataclasses.asdict(summary))
+        command.print_json(dataclasses.asdict(summary))
         return
     console = Console(markup=False)  # what stands in a file is shown as it is
     for part in tables(summary):
@@ -216,25 +211,13 @@ def main() -> None:
     """Exit codes: 0 good, 1 failed, 2 wrong use. Errors are one line on stderr that says what to do."""
     _die_with_owner()
     _log_to_stderr()
-    try:
-        app(standalone_mode=False)
-    except _UsageError as exc:
-        _fail(getattr(exc, "format_message", exc.__str__)(), 2)
-    except ConfigError as exc:
-        _fail(str(exc), 2)
-    except ChildEnded as exc:
-        if exc.explained:
-            sys.exit(exc.status)
-        _fail(str(exc), 1)
-    except DisaggError as exc:
-        _fail(str(exc), 1)
-    except (KeyboardInterrupt, typer.Abort):
-        sys.exit(128 + signal.SIGINT)
-
-
-def _fail(message: str, status: int) -> None:
-    sys.stderr.write(f"error: {message}\n")
-    sys.exit(status)
+    with command.exit_codes():
+        try:
+            app(standalone_mode=False)
+        except ChildEnded as exc:
+            if exc.explained:
+                sys.exit(exc.status)
+            raise
 
 
 def serve_plan(config: ClusterConfig, cluster: str, at: Addresses) -> ServePlan:
@@ -288,10 +271,6 @@ def _log_to_stderr() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per health probe
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its "uvicorn.error" is where it says that all is well
-
-
-def _print_json(data: JsonObject) -> None:
-    sys.stdout.write(json.dumps(data) + "\n")
 
 
 def _print_status(found: JsonObject) -> None:

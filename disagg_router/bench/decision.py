@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from disagg_router.bench import command
+from disagg_router import command
 from disagg_router.bench.decision_world import Size, World
 from disagg_router.bench.figures import nearest_rank
 from disagg_router.interfaces import AdmissionPolicy, PathPolicy

@@ -11,7 +11,7 @@ import typer
 import uvloop
 from rich.console import Console
 
-from disagg_router.bench import command
+from disagg_router import command
 from disagg_router.bench.contenders import SUBJECT, chosen
 from disagg_router.bench.figures import verdicts
 from disagg_router.bench.load import Load

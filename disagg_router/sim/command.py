@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from disagg_router import command
 from disagg_router.errors import ConfigError
 from disagg_router.interfaces import PathPolicy
 from disagg_router.model import Role, Slo
@@ -82,7 +82,7 @@ def simulate_command(  # noqa: PLR0913, PLR0917 - one option each
     console = Console(stderr=as_json)
     console.print(_table(found, workload, policy, pools), highlight=False)
     if as_json:
-        print(json.dumps(found))  # noqa: T201 - what the command is asked for
+        command.print_json(found)
 
 
 def parse_pools(text: str) -> Mapping[Role, int]:

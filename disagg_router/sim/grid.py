@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from disagg_router.bench import command
+from disagg_router import command
 from disagg_router.errors import ConfigError
 from disagg_router.sim.grid_cells import Cell, Contender, Traffic, all_cells, matching, quick_cells, subject
 from disagg_router.sim.grid_report import FixedReport, GridReport, as_data, compared, fixed, geometric_mean
