@@ -116,7 +116,7 @@ class VllmClient:
                 dp_size=exposition.engines(metrics),
                 kv_events=sources[0],
                 kv_replay=sources[1],
-                kv_capacity_tokens=exposition.load(metrics).kv_capacity_tokens,
+                kv_capacity_tokens=exposition.capacity_tokens(cache, exposition.engines(metrics)),
             )
         except (KeyError, TypeError, ValueError, StopIteration) as exc:
             raise UpstreamError("the engine's /version and /v1/models are not those of a vLLM server") from exc

@@ -62,7 +62,7 @@ def load(text: str) -> EngineLoad:
         running=round(totals["num_requests_running"]),
         waiting=round(totals["num_requests_waiting"]),
         kv_usage=totals[_USAGE] / max(1, ranks),
-        kv_capacity_tokens=_capacity_tokens(_agreed(config_lines), max(1, ranks)),
+        kv_capacity_tokens=capacity_tokens(_agreed(config_lines), max(1, ranks)),
         pulled_bytes=totals["nixl_bytes_transferred_sum"],
         pull_s=totals["nixl_xfer_time_seconds_sum"],
     )
@@ -84,7 +84,7 @@ def _agreed(config_lines: Iterable[str]) -> dict[str, str]:
     return {k: v for k, v in engines[0].items() if all(e.get(k) == v for e in engines)} if engines else {}
 
 
-def _capacity_tokens(config: dict[str, str], ranks: int) -> int | None:
+def capacity_tokens(config: dict[str, str], ranks: int) -> int | None:
     """Of all ranks together; the ranks of one server are alike."""
     blocks, block_size = config.get("num_gpu_blocks", ""), config.get("block_size", "")
     return int(blocks) * int(block_size) * ranks if blocks.isdecimal() and block_size.isdecimal() else None

@@ -91,7 +91,7 @@ class SimClient:
 
     async def tokenize(self, url: str, body: Body) -> Sequence[int]:
         arrival = self._workload.arrivals[int(body["prompt"])]
-        return _tokens(arrival.blocks, self._workload.block_tokens, arrival.prompt_tokens)
+        return tokens_of(arrival.blocks, self._workload.block_tokens)[: arrival.prompt_tokens]
 
     async def healthy(self, url: str) -> bool:
         return True
@@ -148,7 +148,3 @@ def tokens_of(blocks: Sequence[int], block_tokens: int) -> array[int]:
     found = array("I")
     found.frombytes(np.repeat(np.asarray(blocks, dtype=np.uint32), block_tokens).tobytes())
     return found
-
-
-def _tokens(blocks: Sequence[int], block_tokens: int, tokens: int) -> array[int]:
-    return tokens_of(blocks, block_tokens)[:tokens]

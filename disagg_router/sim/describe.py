@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,13 +58,18 @@ def lru_hit_rate(workload: Workload, capacity_tokens: float) -> float:
     found_tokens = 0
     for arrival in workload.arrivals:
         prompt = arrival.blocks[: arrival.prompt_tokens // size]
-        found_tokens += size * next((i for i, block in enumerate(prompt) if block not in held), len(prompt))
+        found_tokens += size * leading(prompt, held)
         for block in reversed(prompt):
             held[block] = None
             held.move_to_end(block)
         while len(held) * size > capacity_tokens:
             held.popitem(last=False)
     return found_tokens / sum(arrival.prompt_tokens for arrival in workload.arrivals)
+
+
+def leading(blocks: Sequence[int], held: Container[int]) -> int:
+    """How many of these are held, from the first one on."""
+    return next((i for i, block in enumerate(blocks) if block not in held), len(blocks))
 
 
 def spread(values: Sequence[float]) -> Spread:

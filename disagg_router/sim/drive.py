@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -57,12 +58,11 @@ def simulate(
 class _Record:
     """What the router says of one request."""
 
-    __slots__ = ("decision", "queued_s", "rejection")
+    __slots__ = ("decision", "queued_s")
 
     def __init__(self) -> None:
         self.decision: Decision | None = None
         self.queued_s = 0.0
-        self.rejection: Reject | None = None
 
     def decided(self, decision: Decision, request: InferenceRequest) -> None:
         self.decision = decision
@@ -70,8 +70,7 @@ class _Record:
     def queued(self, wait_s: float) -> None:
         self.queued_s += wait_s
 
-    def rejected(self, rejection: Reject) -> None:
-        self.rejection = rejection
+    def rejected(self, rejection: Reject) -> None: ...
 
 
 class _Driver:
@@ -139,23 +138,6 @@ class _Driver:
                 stream.follow(tokens, last_s, max_gap_s)
 
 
-def _done(arrival: Arrival, job: Job, record: _Record) -> Outcome:
-    steps = max(1, arrival.output_tokens - 1)
-    return Outcome(
-        number=arrival.number,
-        at_s=arrival.at_s,
-        end=End.DONE,
-        prompt_tokens=arrival.prompt_tokens,
-        output_tokens=arrival.output_tokens,
-        ttft_s=job.first_s - arrival.at_s,
-        tpot_s=(job.last_s - job.first_s) / steps,
-        max_gap_s=job.max_gap_s,
-        done_s=job.last_s,
-        path=record.decision.path if record.decision else None,
-        queued_s=record.queued_s,
-    )
-
-
 def _ended(arrival: Arrival, end: End, record: _Record) -> Outcome:
     return Outcome(
         number=arrival.number,
@@ -165,4 +147,14 @@ def _ended(arrival: Arrival, end: End, record: _Record) -> Outcome:
         output_tokens=arrival.output_tokens,
         path=record.decision.path if record.decision else None,
         queued_s=record.queued_s,
+    )
+
+
+def _done(arrival: Arrival, job: Job, record: _Record) -> Outcome:
+    return dataclasses.replace(
+        _ended(arrival, End.DONE, record),
+        ttft_s=job.first_s - arrival.at_s,
+        tpot_s=(job.last_s - job.first_s) / max(1, arrival.output_tokens - 1),
+        max_gap_s=job.max_gap_s,
+        done_s=job.last_s,
     )

@@ -68,17 +68,17 @@ class Search:
     async def run(self) -> CellRuns:
         guess_rps = await self._knee_rps(reference(self._cell), self._cell.hardware.guess_rps)
         scores = await self._race(guess_rps, admission=True)
-        knee_rps = await self._knee_rps(_best(scores)[0], guess_rps)
+        knee_rps = await self._knee_rps(next(iter(scores)), guess_rps)
         if knee_rps > RACED_AGAIN * guess_rps:
             scores = await self._race(knee_rps, admission=True)
-            knee_rps = max(knee_rps, await self._knee_rps(_best(scores)[0], knee_rps))
+            knee_rps = max(knee_rps, await self._knee_rps(next(iter(scores)), knee_rps))
         unguarded = await self._race(knee_rps, admission=False)
-        near_zero = await self._near_zero(_best(scores)[0])
+        near_zero = await self._near_zero(next(iter(scores)))
         finals: dict[tuple[float, bool, Contender], Sequence[Result]] = {}
         count = self._effort.finalists
-        for contender in (subject(self._cell), *_best(scores)[:count]):
+        for contender in (subject(self._cell), *list(scores)[:count]):
             finals |= await self.final(contender, knee_rps, admission=True)
-        for contender in _best(unguarded)[:count]:
+        for contender in list(unguarded)[:count]:
             finals |= await self.final(contender, knee_rps, admission=False)
         return CellRuns(self._cell, near_zero, knee_rps, {True: scores, False: unguarded}, finals)
 
@@ -156,7 +156,3 @@ class Search:
 def rounded(rate_rps: float) -> float:
     """To three digits, so that a rate can be written down and found again."""
     return float(f"{rate_rps:.3g}")
-
-
-def _best(ranked: Mapping[Contender, float]) -> list[Contender]:
-    return list(ranked)

@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Group
 from rich.table import Table
 
-from disagg_router.errors import ConfigError
 from disagg_router.sim.grid_report import LEAST_UPPER, CellReport, Compared, GridReport
 from disagg_router.sim.grid_search import RATES
+from disagg_router.sim.picture import new_figure, save
 
 COLOURS = ("tab:green", "tab:blue", "tab:red")
 
@@ -53,12 +53,8 @@ def _row(at: Compared) -> list[str]:
 
 def draw(report: GridReport, file: Path) -> None:
     """The ratios with their intervals, a row for each cell. Raises ConfigError."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra: only who wants a picture needs it
-    except ImportError as exc:
-        raise ConfigError("a picture needs matplotlib: pip install 'disagg-router[picture]'") from exc
     cells = report.cells
-    figure = Figure(figsize=(11, 2 + 0.3 * len(cells)), layout="constrained")
+    figure = new_figure(11, 2 + 0.3 * len(cells))
     axes = figure.subplots()
     for i, (factor, colour) in enumerate(zip(RATES, COLOURS, strict=True)):
         found = [cell.rates[i].ratio for cell in cells]
@@ -72,4 +68,4 @@ def draw(report: GridReport, file: Path) -> None:
     axes.axvline(LEAST_UPPER, color="black", lw=0.8, ls=":")
     axes.set_xlabel("goodput of break_even over that of the best fixed configuration")
     axes.legend(loc="best")
-    figure.savefig(file, dpi=110)
+    save(figure, file)

@@ -51,8 +51,8 @@ class KvCache:
         """For so many blocks besides these cached ones, of which nobody may hold some: they aren't free then."""
         return blocks <= self.free_blocks - sum(key in self._free for key in cached)
 
-    def take_cached(self, held: Held, keys: Keys) -> None:
-        """`keys` are here, and are held by one more job from now on."""
+    def take(self, held: Held, keys: Keys) -> None:
+        """These are held by one more job from now on."""
         for key in keys:
             self._free.pop(key, None)
             self._users[key] = self._users.get(key, 0) + 1
@@ -70,19 +70,12 @@ class KvCache:
 
     def fill(self, held: Held, keys: Keys, contents: Keys) -> None:
         """The job's next private blocks are full now and can be found by these keys."""
-        new: list[int] = []
-        start = len(held.keys)
-        for place, key in enumerate(keys):
-            if key not in self._users and key not in self._free:
-                new.append(place)
-            self._free.pop(key, None)
-            self._users[key] = self._users.get(key, 0) + 1
-        held.keys += keys
+        # Whatever is new is new to the end: a block's key holds all that comes before it.
+        start, first = len(held.keys), self.cached_blocks(keys)
+        self.take(held, keys)
         held.private -= len(keys)
         self._private -= len(keys)
-        if new:
-            # Whatever is new is new to the end: a block's key holds all that comes before it.
-            first = new[0]
+        if first < len(keys):
             parent = held.keys[start + first - 1] if start + first else None
             self._events.stored(keys[first:], parent, contents[first:])
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from disagg_router.model import Slo
+from disagg_router.sim.describe import leading
 from disagg_router.sim.model import Arrival, Workload
 from disagg_router.sim.profiles import Profile
 from disagg_router.sim.world import Setup
@@ -66,7 +67,7 @@ def _cached_tokens(workload: Workload) -> Iterator[int]:
     size, held = workload.block_tokens, set[int]()
     for arrival in workload.arrivals:
         usable = arrival.blocks[: (arrival.prompt_tokens - 1) // size]
-        yield size * next((i for i, block in enumerate(usable) if block not in held), len(usable))
+        yield size * leading(usable, held)
         held.update(arrival.blocks[: (arrival.prompt_tokens + arrival.output_tokens) // size])
 
 

@@ -1,4 +1,4 @@
-"""A simulation over time, as a picture."""
+"""A simulation over time, as a picture; and how a picture is begun and written."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ BINS = 60
 
 def draw(timeline: Timeline, outcomes: Sequence[Outcome], setup: Setup, file: Path) -> None:
     """Attainment, TTFT, KV occupancy, running streams, leans and the links. Raises ConfigError."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra: only who wants a picture needs it
-    except ImportError as exc:
-        raise ConfigError("a picture needs matplotlib: pip install 'disagg-router[picture]'") from exc
     if not timeline.samples:
         raise ConfigError("the run was too short for a picture: give it more requests")
-    figure = Figure(figsize=(11, 12), layout="constrained")
+    figure = new_figure(11, 12)
     axes = figure.subplots(6, 1, sharex=True)
     at_s = [sample.at_s for sample in timeline.samples]
     _attainment(axes[0], outcomes, setup)
@@ -36,6 +32,20 @@ def draw(timeline: Timeline, outcomes: Sequence[Outcome], setup: Setup, file: Pa
     axes[5].plot(at_s, [sample.waiting for sample in timeline.samples])
     axes[5].set_ylabel("waiting in the router")
     axes[5].set_xlabel("virtual time, s")
+    save(figure, file)
+
+
+def new_figure(width_inches: float, height_inches: float) -> Any:  # noqa: ANN401 - matplotlib has no types
+    """Raises ConfigError."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra: only who wants a picture needs it
+    except ImportError as exc:
+        raise ConfigError("a picture needs matplotlib: pip install 'disagg-router[picture]'") from exc
+    return Figure(figsize=(width_inches, height_inches), layout="constrained")
+
+
+def save(figure: Any, file: Path) -> None:  # noqa: ANN401
+    """Raises ConfigError."""
     try:
         figure.savefig(file)
     except (OSError, ValueError) as exc:

@@ -80,16 +80,16 @@ def figures(run: Run, setup: Setup) -> dict[str, Any]:
     """The contract of `simulate --json` (design.md section 6)."""
     outcomes, slo = run.outcomes, setup.slo
     done = [outcome for outcome in outcomes if outcome.end is End.DONE]
-    span_s, good = window_s(outcomes), sum(outcome.good(slo) for outcome in outcomes)
+    span_s, share = window_s(outcomes), attainment(outcomes, slo) if outcomes else 0.0
+    offered_rps = len(outcomes) / span_s if span_s else 0.0
     gpus = sum(count * setup.profiles[role].gpus for role, count in setup.plan.pools.items())
     loads = [engine.load() for engine in run.world.engines.values()]
-    goodput = good / span_s if span_s else 0.0
     ends = Counter(outcome.end for outcome in outcomes)
     return {
-        "goodput_rps": goodput,
-        "goodput_rps_per_gpu": goodput / gpus,
-        "attainment": good / len(outcomes) if outcomes else 0.0,
-        "offered_rps": len(outcomes) / span_s if span_s else 0.0,
+        "goodput_rps": share * offered_rps,
+        "goodput_rps_per_gpu": share * offered_rps / gpus,
+        "attainment": share,
+        "offered_rps": offered_rps,
         "requests": {end.value: ends[end] for end in End},
         "ttft_s": _quantiles([outcome.ttft_s for outcome in done]),
         "tpot_s": _quantiles([outcome.tpot_s for outcome in done if outcome.output_tokens > 1]),

@@ -162,7 +162,7 @@ class Scheduler:
             if too_many or not self.cache.has_room(cached, self.blocks(sequence.wanted_tokens) - len(cached)):
                 return
             self.waiting.popleft()
-            self.cache.take_cached(sequence.held, cached)
+            self.cache.take(sequence.held, cached)
             self.cache.allocate(sequence.held, self.blocks(computed_tokens + tokens) - len(cached))
             sequence.computed_tokens = computed_tokens
             if sequence.job.tokens == 0:

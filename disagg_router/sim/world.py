@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from disagg_router.config import AdmissionConfig, ConnectorConfig, HealthConfig
 from disagg_router.connectors.nixl import NixlConnector
 from disagg_router.cost.online import OnlineCosts
 from disagg_router.cost.output import OutputHistory
@@ -39,7 +40,7 @@ from disagg_router.sim.instance import Handoffs, SimInstance
 from disagg_router.sim.jobs import KvEvents, Standing
 from disagg_router.sim.links import Links
 from disagg_router.sim.loop import VirtualClock, VirtualLoop
-from disagg_router.sim.model import FleetPlan, Workload
+from disagg_router.sim.model import FleetPlan, Workload, instance_ids
 from disagg_router.sim.noise import NONE as NO_NOISE
 from disagg_router.sim.noise import Delay, LateEvents, Noise, NoisyCosts, NoisyOutputs
 from disagg_router.sim.profiles import Profile
@@ -48,9 +49,9 @@ from disagg_router.timing import LinkTiming
 from disagg_router.view import ClusterView
 
 INDEX_ENTRIES = 4_000_000
-QUEUE, MAX_WAIT_S = 1024, 30.0  # the product's defaults
-LOOK_S = 1.0
-LEASE_S = 30.0
+# What a cluster file without a word on it has.
+_ADMISSION, _HEALTH = AdmissionConfig(), HealthConfig()
+LEASE_S = ConnectorConfig().lease_s
 FASTEST_LINK_BYTES_PER_S = 1e12  # stands for an ideal one in a prior
 
 
@@ -168,10 +169,10 @@ def routing(setup: Setup, requests: int, policy: PathPolicy, around: Surrounding
         costs = NoisyCosts(costs, setup.noise.prefill_sd, rng)
     if setup.noise.output_sd:
         outputs = NoisyOutputs(outputs, setup.noise.output_sd, rng)
-    max_wait_s = MAX_WAIT_S if setup.admission else math.inf
+    max_wait_s = _ADMISSION.max_wait_s if setup.admission else math.inf
     behaviour = Behaviour(
         policy=Counted(policy),
-        admission=KvAdmission(max_wait_s=max_wait_s, reject_below=0.1 if setup.admission else None),
+        admission=KvAdmission(max_wait_s=max_wait_s, reject_below=_ADMISSION.reject_below if setup.admission else None),
         balancer=LeanBalancer(setup.slo),
         costs=costs,
         outputs=outputs,
@@ -179,30 +180,29 @@ def routing(setup: Setup, requests: int, policy: PathPolicy, around: Surrounding
     settings = RoutingSettings(
         legs=LegLimits(math.inf, math.inf, math.inf),
         max_gap_s=setup.slo.max_gap_s,
-        queue=QUEUE if setup.admission else requests,
+        queue=_ADMISSION.queue if setup.admission else requests,
         max_wait_s=max_wait_s,
         index_entries=INDEX_ENTRIES,
-        look_s=LOOK_S,
+        look_s=_HEALTH.interval_s,
     )
     return routing_parts(behaviour, settings, around)
 
 
 def fleet_of(plan: FleetPlan, block_tokens: int, *, soft_roles: bool) -> Fleet:
     """Everything is ready and every pair tested."""
-    instances = {}
-    for role, count in plan.pools.items():
-        for number in range(count):
-            id_ = InstanceId(f"{role.value}-{number}")
-            instances[id_] = Instance(
-                id_,
-                role,
-                id_,
-                InstanceState.READY,
-                "1",
-                engine_id=id_,
-                fingerprint=Fingerprint(block_size=block_tokens),
-                kv_events="simulated",
-            )
+    instances = {
+        id_: Instance(
+            id_,
+            role,
+            id_,
+            InstanceState.READY,
+            "1",
+            engine_id=id_,
+            fingerprint=Fingerprint(block_size=block_tokens),
+            kv_events="simulated",
+        )
+        for id_, role in instance_ids(plan)
+    }
     pairs = {pair: PairStatus(PairState.READY) for pair in plan_pairs(instances.values(), soft_roles=soft_roles)}
     return Fleet(instances, pairs, soft_roles)
 

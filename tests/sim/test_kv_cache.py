@@ -22,7 +22,7 @@ def held(cache: KvCache, blocks: Sequence[int], partial: int = 0) -> Held:
     """As a job computes them: what is cached is taken, the rest allocated and filled."""
     one, keys = Held(), content(blocks)
     found = cache.cached_blocks(keys)
-    cache.take_cached(one, keys[:found])
+    cache.take(one, keys[:found])
     assert cache.allocate(one, len(keys) - found + partial)
     cache.fill(one, keys[found:], blocks[found:])
     return one
